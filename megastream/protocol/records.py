@@ -1,0 +1,210 @@
+"""Records of the control plane. Tagged msgspec structs, JSON on the wire; `run_id` is added by the log itself.
+
+Who writes what, in the order of a run:
+
+    engine rank     EngineReady       "I am up, my layouts lie under this blob"
+    trainer rank    TrainerReady      "my layout lies under this blob"
+    trainer rank 0  Attach            "attachment A binds incarnation I to engine E, these are the terms"
+    everybody       Bound             "I built the plan of A; its digest; (engine ranks) my lane addresses"
+    trainer rank 0  LanesOpen         "all digests are equal: open the lanes"
+    engine rank     Compared          "version `base` arrived; so many of my tensors differ from what is live"
+    engine core     Attached          "A is live" or why not
+    trainer rank    Emitted           "my pieces of (V, attempt) are all out"
+    trainer rank 0  Accepted          "(V, attempt) is decided: the step counts"
+    trainer rank 0  WeightsReady      the manifest of V
+    engine rank     Sealed            "all planned elements of (V, attempt) are in and checked"
+    engine core     Committed         "V is live on every rank"
+    engine core     Poisoned          "some rank could not commit V", and what follows
+    trainer rank 0  TrainingFinished  ends the attachment; consumers stop at this and nothing else
+    engine core     Detached          answers TrainingFinished
+    anyone          Failed            "I cannot go on", with the reason; all waits on this attachment end
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from megastream.protocol.lane import LaneAddress
+
+PlanKind = Literal["stream", "whole"]
+"""`stream`: engine buffers in the loader layout, written in place. `whole`: full tensors for vLLM's own loader."""
+
+Who = Literal["trainer", "engine", "core"]
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"):
+    pass
+
+
+class EngineReady(_Record, tag="engine_ready"):
+    """`engine` names one engine start (a restart is a new name). Blobs: `engine/<engine>/<rank>/<plan kind>`."""
+
+    engine: str
+    rank: int
+    world_size: int
+    library: str
+
+
+class TrainerReady(_Record, tag="trainer_ready"):
+    """Blob: `trainer/<incarnation>/<rank>`."""
+
+    incarnation: int
+    rank: int
+    world_size: int
+    library: str
+
+
+class Attach(_Record, tag="attach"):
+    attachment: str
+    incarnation: int
+    engine: str
+    kind: PlanKind
+    base_version: int
+    trainer_world_size: int
+    finality: str
+    piece_bytes: int
+    experts_per_unit: int
+    train_step: int
+    # Refused by name when they differ from these defaults: reserved for later.
+    membership_epoch: int = 0
+    namespace: str = "base"
+
+
+class Bound(_Record, tag="bound"):
+    attachment: str
+    side: Who
+    rank: int
+    digest: str
+    addresses: dict[int, LaneAddress] = {}
+    """Engine ranks only: one address per trainer rank that sends to this rank."""
+
+
+class LanesOpen(_Record, tag="lanes_open"):
+    attachment: str
+    digest: str
+
+
+class Compared(_Record, tag="compared"):
+    attachment: str
+    rank: int
+    tensors: int
+    differing: int
+    first: str = ""
+
+
+class Attached(_Record, tag="attached"):
+    attachment: str
+    engine: str
+    version: int
+    replaced: bool
+    """True when the live weights differed and `version` was committed over them (a later incarnation)."""
+
+
+class Emitted(_Record, tag="emitted"):
+    attachment: str
+    incarnation: int
+    version: int
+    attempt: int
+    rank: int
+    pieces: int
+    payload_bytes: int
+    wire_bytes: int
+    elements: int
+    wait_s: float
+
+
+class Accepted(_Record, tag="accepted"):
+    attachment: str
+    incarnation: int
+    version: int
+    attempt: int
+    train_step: int
+
+
+class WeightsReady(_Record, tag="weights_ready"):
+    """The manifest: version V is complete for the plan. Assembled from every source rank's Emitted."""
+
+    attachment: str
+    incarnation: int
+    version: int
+    attempt: int
+    train_step: int
+    plan_digest: str
+    units: tuple[str, ...]
+    elements: int
+
+
+class Sealed(_Record, tag="sealed"):
+    attachment: str
+    incarnation: int
+    version: int
+    attempt: int
+    rank: int
+    plan_digest: str
+    elements: int
+    prepare_s: float
+
+
+class RankCommit(msgspec.Struct, frozen=True):
+    """One rank's part of a commit. `stall_s`: time the worker spent in the commit call."""
+
+    rank: int
+    ok: bool
+    stall_s: float
+    step: int
+    error: str = ""
+
+
+class Committed(_Record, tag="committed"):
+    attachment: str
+    incarnation: int
+    version: int
+    ranks: tuple[RankCommit, ...]
+    visible_unix_s: float
+
+
+class Poisoned(_Record, tag="poisoned"):
+    engine: str
+    version: int
+    reason: str
+
+
+class TrainingFinished(_Record, tag="training_finished"):
+    attachment: str
+    incarnation: int
+    version: int
+    reason: str
+
+
+class Detached(_Record, tag="detached"):
+    attachment: str
+    engine: str
+
+
+class Failed(_Record, tag="failed"):
+    attachment: str
+    side: Who
+    rank: int
+    reason: str
+
+
+Record = (
+    EngineReady
+    | TrainerReady
+    | Attach
+    | Bound
+    | LanesOpen
+    | Compared
+    | Attached
+    | Emitted
+    | Accepted
+    | WeightsReady
+    | Sealed
+    | Committed
+    | Poisoned
+    | TrainingFinished
+    | Detached
+    | Failed
+)
