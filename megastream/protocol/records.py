@@ -38,7 +38,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"):
     pass
 
 
-class EngineReady(_Record, tag="engine_ready"):
+class EngineReady(_Record, frozen=True, kw_only=True, tag="engine_ready"):
     """`engine` names one engine start (a restart is a new name). Blobs: `engine/<engine>/<rank>/<plan kind>`."""
 
     engine: str
@@ -47,7 +47,7 @@ class EngineReady(_Record, tag="engine_ready"):
     library: str
 
 
-class TrainerReady(_Record, tag="trainer_ready"):
+class TrainerReady(_Record, frozen=True, kw_only=True, tag="trainer_ready"):
     """Blob: `trainer/<incarnation>/<rank>`."""
 
     incarnation: int
@@ -56,7 +56,7 @@ class TrainerReady(_Record, tag="trainer_ready"):
     library: str
 
 
-class Attach(_Record, tag="attach"):
+class Attach(_Record, frozen=True, kw_only=True, tag="attach"):
     attachment: str
     incarnation: int
     engine: str
@@ -72,7 +72,7 @@ class Attach(_Record, tag="attach"):
     namespace: str = "base"
 
 
-class Bound(_Record, tag="bound"):
+class Bound(_Record, frozen=True, kw_only=True, tag="bound"):
     attachment: str
     side: Who
     rank: int
@@ -81,12 +81,12 @@ class Bound(_Record, tag="bound"):
     """Engine ranks only: one address per trainer rank that sends to this rank."""
 
 
-class LanesOpen(_Record, tag="lanes_open"):
+class LanesOpen(_Record, frozen=True, kw_only=True, tag="lanes_open"):
     attachment: str
     digest: str
 
 
-class Compared(_Record, tag="compared"):
+class Compared(_Record, frozen=True, kw_only=True, tag="compared"):
     attachment: str
     rank: int
     tensors: int
@@ -94,7 +94,7 @@ class Compared(_Record, tag="compared"):
     first: str = ""
 
 
-class Attached(_Record, tag="attached"):
+class Attached(_Record, frozen=True, kw_only=True, tag="attached"):
     attachment: str
     engine: str
     version: int
@@ -102,7 +102,7 @@ class Attached(_Record, tag="attached"):
     """True when the live weights differed and `version` was committed over them (a later incarnation)."""
 
 
-class Emitted(_Record, tag="emitted"):
+class Emitted(_Record, frozen=True, kw_only=True, tag="emitted"):
     attachment: str
     incarnation: int
     version: int
@@ -115,7 +115,7 @@ class Emitted(_Record, tag="emitted"):
     wait_s: float
 
 
-class Accepted(_Record, tag="accepted"):
+class Accepted(_Record, frozen=True, kw_only=True, tag="accepted"):
     attachment: str
     incarnation: int
     version: int
@@ -123,7 +123,7 @@ class Accepted(_Record, tag="accepted"):
     train_step: int
 
 
-class WeightsReady(_Record, tag="weights_ready"):
+class WeightsReady(_Record, frozen=True, kw_only=True, tag="weights_ready"):
     """The manifest: version V is complete for the plan. Assembled from every source rank's Emitted."""
 
     attachment: str
@@ -136,7 +136,7 @@ class WeightsReady(_Record, tag="weights_ready"):
     elements: int
 
 
-class Sealed(_Record, tag="sealed"):
+class Sealed(_Record, frozen=True, kw_only=True, tag="sealed"):
     attachment: str
     incarnation: int
     version: int
@@ -157,7 +157,7 @@ class RankCommit(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Committed(_Record, tag="committed"):
+class Committed(_Record, frozen=True, kw_only=True, tag="committed"):
     attachment: str
     incarnation: int
     version: int
@@ -165,25 +165,25 @@ class Committed(_Record, tag="committed"):
     visible_unix_s: float
 
 
-class Poisoned(_Record, tag="poisoned"):
+class Poisoned(_Record, frozen=True, kw_only=True, tag="poisoned"):
     engine: str
     version: int
     reason: str
 
 
-class TrainingFinished(_Record, tag="training_finished"):
+class TrainingFinished(_Record, frozen=True, kw_only=True, tag="training_finished"):
     attachment: str
     incarnation: int
     version: int
     reason: str
 
 
-class Detached(_Record, tag="detached"):
+class Detached(_Record, frozen=True, kw_only=True, tag="detached"):
     attachment: str
     engine: str
 
 
-class Failed(_Record, tag="failed"):
+class Failed(_Record, frozen=True, kw_only=True, tag="failed"):
     attachment: str
     side: Who
     rank: int
