@@ -48,7 +48,11 @@ class LiveModel(Protocol):
         """Turns complete staging (flat, one tensor per buffer) into what `commit` needs. Any thread; may be slow."""
 
     def commit(self, prepared: Any) -> None:
-        """Makes prepared weights live: copies and swaps only, idempotent. Only inside the engine's ordered call."""
+        """Makes prepared weights live: copies and swaps only, idempotent. Only inside the engine's ordered call.
+
+        Staging is written again after it returns: nothing live may alias what `prepare` was given. LiveModelError or
+        RuntimeError when it fails; the agent then repeats it once.
+        """
 
     def load_whole(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> WholeLoad:
         """The engine's own checkpoint reload, for gate `pause`. Only while the engine is paused, worker thread."""
@@ -77,6 +81,13 @@ class CorePort(Protocol):
         Every batch scheduled later is stamped with the request's version. No output with that stamp leaves the core
         before all ranks replied ok; otherwise the core discards it and is poisoned. `done` gets the replies, in a
         thread of the core, within the time of a step also when the engine is idle.
+        """
+
+    def call_ranks(self, op: str, payload: dict[str, Any], done: Callable[[tuple[dict[str, Any], ...]], None]) -> None:
+        """Enqueues one ordered worker call `RankAgent.call(op, payload)` on every rank and returns at once.
+
+        `op` and `payload` are plain data. `done` gets the ranks' replies in rank order, in a thread of the core, also
+        when the engine is idle. Unlike `commit` it changes no stamp and holds back no output.
         """
 
     def poison(self, reason: str) -> None:

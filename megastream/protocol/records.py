@@ -13,10 +13,11 @@ Who writes what, in the order of a run:
     trainer rank 0  Accepted          "(V, attempt) is decided: the step counts"
     trainer rank 0  WeightsReady      the manifest of V
     engine rank     Sealed            "all planned elements of (V, attempt) are in and checked"
-    engine core     Committed         "V is live on every rank"
+    engine rank     Loaded            "my whole-model load of V took so long" (gate `pause` only)
+    engine core     Committed         "V is live on every rank" (gate `pause`: written by the host that paused)
     engine core     Poisoned          "some rank could not commit V", and what follows
     trainer rank 0  TrainingFinished  ends the attachment; consumers stop at this and nothing else
-    engine core     Detached          answers TrainingFinished
+    engine core     Detached          answers TrainingFinished or Failed: no commit of the attachment is under way
     anyone          Failed            "I cannot go on", with the reason; all waits on this attachment end
 """
 
@@ -26,6 +27,7 @@ from typing import Literal
 
 import msgspec
 
+from megastream.protocol.header import Encoding
 from megastream.protocol.lane import LaneAddress
 
 PlanKind = Literal["stream", "whole"]
@@ -67,9 +69,17 @@ class Attach(_Record, frozen=True, kw_only=True, tag="attach"):
     piece_bytes: int
     experts_per_unit: int
     train_step: int
-    # Refused by name when they differ from these defaults: reserved for later.
+    # Refused by name when they differ from these defaults (protocol/terms.py): reserved for later.
     membership_epoch: int = 0
     namespace: str = "base"
+    encoding: Encoding = "dense"
+    transfer: Literal["push", "pull"] = "push"
+    replicas: tuple[str, ...] = ()
+    """Further engines that take the same pieces."""
+    late_joiner: bool = False
+    """True when the engine joins a version that others already took."""
+    commit_step: int = -1
+    """Engine step at which several cores commit together."""
 
 
 class Bound(_Record, frozen=True, kw_only=True, tag="bound"):
@@ -178,6 +188,16 @@ class TrainingFinished(_Record, frozen=True, kw_only=True, tag="training_finishe
     reason: str
 
 
+class Loaded(_Record, frozen=True, kw_only=True, tag="loaded"):
+    attachment: str
+    version: int
+    rank: int
+    load_s: float
+    """Receiving and vLLM's own reload, without `repair_s`."""
+    repair_s: float
+    """What only this platform's reload needs afterwards."""
+
+
 class Detached(_Record, frozen=True, kw_only=True, tag="detached"):
     attachment: str
     engine: str
@@ -202,6 +222,7 @@ Record = (
     | Accepted
     | WeightsReady
     | Sealed
+    | Loaded
     | Committed
     | Poisoned
     | TrainingFinished
