@@ -1,0 +1,206 @@
+"""The run's configuration: one YAML file, typed. Unknown keys and impossible layouts are refused by name."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, get_origin, get_type_hints
+
+import msgspec
+import yaml
+
+
+class ConfigError(ValueError):
+    """The file cannot be used. Names the dotted path and the remedy."""
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One mapping of the file."""
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """A Qwen3-MoE shape. The vocabulary is the byte-level tokenizer's and is not configured."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    top_k: int
+    expert_ffn: int
+
+
+class DataConfig(Section, frozen=True, kw_only=True):
+    """A named reasoning-gym task; `train` and `held_out` count question and answer pairs, `seq_length` tokens."""
+
+    task: str
+    train: int
+    held_out: int
+    seq_length: int
+
+
+class TrainerConfig(Section, frozen=True, kw_only=True):
+    """Megatron's side. `micro_batch` counts sequences, `bucket_elements` elements of a gradient bucket."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    ranks: int
+    micro_batch: int
+    num_micro_batches: int
+    learning_rate: float
+    clip_grad: float
+    bucket_elements: int
+
+
+class EngineConfig(Section, frozen=True, kw_only=True):
+    """vLLM's side. `streams` questions are answered at once, each with `answer_tokens` tokens."""
+
+    layout: Literal["pp2", "tp2ep", "single"] = "pp2"
+    streams: int
+    answer_tokens: int
+    max_model_len: int
+    kv_cache_gib: int
+
+
+class StreamConfig(Section, frozen=True, kw_only=True):
+    """How the weights travel. `piece_mib` bounds one message, `experts_per_unit` the experts tracked together."""
+
+    finality: Literal["pipelined", "whole"] = "pipelined"
+    piece_mib: float
+    experts_per_unit: int
+    slots_per_target: int
+
+
+class RunConfig(Section, frozen=True, kw_only=True):
+    """`updates` optimizer steps are timed in each mode; `checked_updates` more are checked byte for byte."""
+
+    updates: int
+    checked_updates: int
+    checked_tokens: int
+    modes: tuple[Literal["stock", "stream", "whole"], ...] = ("stock", "stream", "whole")
+
+
+class DeadlineConfig(Section, frozen=True, kw_only=True):
+    """Seconds. Every wait ends at one of these and then says who waited for whom."""
+
+    start_s: float
+    attach_s: float
+    step_s: float
+    reconnect_s: float
+    stop_s: float
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """A whole file."""
+
+    seed: int
+    model: ModelConfig
+    data: DataConfig
+    trainer: TrainerConfig
+    engine: EngineConfig
+    stream: StreamConfig
+    run: RunConfig
+    deadlines: DeadlineConfig
+
+    @property
+    def data_parallel(self) -> int:
+        return self.trainer.ranks // (self.trainer.tp * self.trainer.pp)
+
+    @property
+    def engine_ranks(self) -> int:
+        return 1 if self.engine.layout == "single" else 2
+
+
+def load(path: Path) -> Config:
+    """Reads and checks a file. ConfigError says in one line what is wrong and where."""
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: is not a mapping of sections")
+    try:
+        return parse(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def parse(raw: dict[str, Any]) -> Config:
+    """A checked Config from plain data."""
+    _refuse_unknown(raw, Config, "")
+    try:
+        config = msgspec.convert(raw, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error).replace("`$.", "`")) from error
+    _check_positive(config, "")
+    _check_layout(config)
+    return config
+
+
+def _refuse_unknown(raw: dict[str, Any], section: type, prefix: str) -> None:
+    hints = get_type_hints(section)
+    for key, value in raw.items():
+        if key not in hints:
+            raise ConfigError(f"unknown key {prefix}{key}; {_nearest(str(key), section, prefix)}")
+        if isinstance(value, dict) and issubclass(_plain(hints[key]), Section):
+            _refuse_unknown(value, hints[key], f"{prefix}{key}.")
+
+
+def _plain(hint: Any) -> type:
+    """The class behind a hint, `object` when it is not a class."""
+    return hint if isinstance(hint, type) and get_origin(hint) is None else object
+
+
+def _nearest(key: str, section: type, prefix: str) -> str:
+    """Looks in the same section first, then in the whole file: a key is often right and its place wrong."""
+    near = difflib.get_close_matches(key, list(get_type_hints(section)), n=1)
+    if near:
+        return f"the nearest known key is {prefix}{near[0]}"
+    everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_keys(Config, "")}
+    near = difflib.get_close_matches(key, list(everywhere), n=1)
+    if near:
+        return f"the nearest known key is {everywhere[near[0]]}"
+    return f"known here: {', '.join(prefix + name for name in get_type_hints(section))}"
+
+
+def _all_keys(section: type, prefix: str) -> list[str]:
+    keys = []
+    for name, hint in get_type_hints(section).items():
+        keys.append(prefix + name)
+        if issubclass(_plain(hint), Section):
+            keys += _all_keys(hint, f"{prefix}{name}.")
+    return keys
+
+
+def _check_positive(section: Section, prefix: str) -> None:
+    zero_is_fine = {"run.checked_updates", "run.checked_tokens", "seed", "trainer.clip_grad"}
+    for name in section.__struct_fields__:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            _check_positive(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float) and value <= 0 and (value < 0 or prefix + name not in zero_is_fine):
+            raise ConfigError(f"{prefix}{name} is {value}; it must be above 0")
+
+
+def _check_layout(config: Config) -> None:
+    model, trainer = config.model, config.trainer
+    _divides("trainer.ranks", trainer.ranks, "trainer.tp x trainer.pp", trainer.tp * trainer.pp)
+    _divides("the data parallel size", config.data_parallel * trainer.tp, "trainer.ep", trainer.ep)
+    _divides("model.layers", model.layers, "trainer.pp", trainer.pp)
+    _divides("model.experts", model.experts, "trainer.ep", trainer.ep)
+    _divides("model.heads", model.heads, "model.kv_heads", model.kv_heads)
+    _divides("model.kv_heads", model.kv_heads, "trainer.tp", trainer.tp)
+    engine_tp = 2 if config.engine.layout == "tp2ep" else 1
+    _divides("model.heads", model.heads, "the engine's tp", engine_tp)
+    _divides("model.experts", model.experts, "the engine's ep", engine_tp)
+    if config.engine.layout == "pp2" and model.layers < 2:
+        raise ConfigError(f"model.layers is {model.layers}; engine.layout pp2 needs at least 2")
+    if model.top_k > model.experts:
+        raise ConfigError(f"model.top_k is {model.top_k} but model.experts is {model.experts}")
+
+
+def _divides(what: str, value: int, axis: str, size: int) -> None:
+    if value % size:
+        raise ConfigError(f"{what} is {value}, which {axis} = {size} does not divide; choose multiples")
