@@ -1,1 +1,41 @@
+"""Model families. A new one is a file with a table, and one line in FAMILIES."""
 
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megastream.families import qwen3_moe
+from megastream.families.family import Family
+from megastream.families.types import ModelShape, Place, Row, Source
+
+__all__ = ["FAMILIES", "Family", "ModelShape", "Place", "Row", "Source", "family_of", "load_shape"]
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_moe": qwen3_moe.FAMILY,
+}
+
+
+def load_shape(config: dict[str, Any] | Path) -> ModelShape:
+    """Shape of a model from its config.json (as a dict, the file, or the folder that holds it).
+
+    ValueError names an unknown `model_type` and the known ones, or the field that cannot be read.
+    """
+    if isinstance(config, Path):
+        path = config / "config.json" if config.is_dir() else config
+        config = json.loads(path.read_text())
+    if not isinstance(config, dict):
+        raise ValueError(f"config.json holds a {type(config).__name__}; expected an object")
+    return _family(str(config.get("model_type"))).read(config)
+
+
+def family_of(shape: ModelShape) -> Family:
+    """The table of a shape's family. ValueError names an unknown family and the known ones."""
+    return _family(shape.family)
+
+
+def _family(name: str) -> Family:
+    if name not in FAMILIES:
+        raise ValueError(f"model family {name} has no table; known families: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[name]

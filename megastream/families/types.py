@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["dense", "expert", "late", "embed", "norm", "head"]
+from megastream.layout.naming import Kind
+
+Layers = Literal["none", "every", "moe", "dense"]
+"""Which decoder layers have a row: none (embedding, final norm, head), all, or only those with or without experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +37,31 @@ class ModelShape:
     tied: bool
     dtype: str
     raw: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A Hugging Face tensor: name with `{layer}` and `{expert}`, and its shape in names of the family's sizes."""
+
+    name: str
+    dims: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a family table: the Hugging Face tensors, and the parameter that each side fuses them into.
+
+    `trainer` lists every name that Megatron's specs (local, Transformer Engine) use for it. Experts of kind `expert`
+    are one parameter each on the trainer; `engine_stacked` says that the engine stacks them on a leading dim.
+    `tied_to` replaces the sources in a model with tied embeddings.
+    """
+
+    kind: Kind
+    layers: Layers
+    sources: tuple[Source, ...]
+    trainer: tuple[str, ...]
+    trainer_rule: str
+    engine: str
+    engine_rule: str
+    engine_stacked: bool = False
+    tied_to: Source | None = None

@@ -36,3 +36,18 @@ class Box:
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
         return Box(lo, hi) if all(a < b for a, b in zip(lo, hi, strict=True)) else None
+
+    def subtract(self, other: Box) -> tuple[Box, ...]:
+        """What is left of this box without `other`, as at most 2 * ndim disjoint boxes."""
+        common = self.intersect(other)
+        if common is None:
+            return (self,)
+        rest: list[Box] = []
+        lo, hi = list(self.lo), list(self.hi)
+        for dim in range(len(lo)):
+            if lo[dim] < common.lo[dim]:
+                rest.append(Box(tuple(lo), (*hi[:dim], common.lo[dim], *hi[dim + 1 :])))
+            if common.hi[dim] < hi[dim]:
+                rest.append(Box((*lo[:dim], common.hi[dim], *lo[dim + 1 :]), tuple(hi)))
+            lo[dim], hi[dim] = common.lo[dim], common.hi[dim]
+        return tuple(rest)

@@ -1,0 +1,145 @@
+"""A family: its table, and the look-ups that layouts and plans make in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megastream.families.types import ModelShape, Place, Row, Source
+from megastream.layout.naming import Entry, Kind
+from megastream.layout.shard import TensorSpec
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$")
+_FIELD = re.compile(r"\{(layer|expert)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    row: Row
+    layer: int | None
+    expert: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    row: Row
+    fields: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family. `sizes` gives the numbers that table dims are written in; `is_moe(shape, layer)` its layers."""
+
+    name: str
+    rows: tuple[Row, ...]
+    read: Callable[[dict[str, object]], ModelShape]
+    sizes: Callable[[ModelShape], dict[str, int]]
+    is_moe: Callable[[ModelShape, int], bool]
+
+    def tensors(self, shape: ModelShape) -> tuple[TensorSpec, ...]:
+        """Every Hugging Face tensor of the model, each once, in the order of the table and of the layers."""
+        sizes = self.sizes(shape)
+        specs: dict[str, TensorSpec] = {}
+        for row, layer, expert in self._walk(shape, range(shape.num_layers), range(shape.num_experts)):
+            for spec in _specs(row, shape, sizes, layer, expert):
+                specs.setdefault(spec.name, spec)
+        return tuple(specs.values())
+
+    def num_experts(self, shape: ModelShape) -> int:
+        """Routed experts of a layer, over all ranks."""
+        return shape.num_experts
+
+    def place(self, name: str) -> Place:
+        """Where a Hugging Face tensor belongs. ValueError names a tensor without a rule."""
+        match = self._match(self._hf_index, name, "Hugging Face tensor")
+        return Place(match.row.kind, match.layer, match.expert)
+
+    def trainer_entry(self, name: str, shape: ModelShape) -> Entry:
+        """Meaning of a canonical Megatron name. ValueError names a parameter without a rule."""
+        match = self._match(self._trainer_index, name, "trainer parameter")
+        return self._entry(match, match.row.trainer_rule, name, shape, match.expert)
+
+    def engine_entry(self, name: str, shape: ModelShape, expert: int | None = None) -> Entry:
+        """Meaning of a live engine name; for stacked experts, of the slot that holds global expert `expert`."""
+        match = self._match(self._engine_index, name, "engine parameter")
+        return self._entry(match, match.row.engine_rule, name, shape, match.expert if expert is None else expert)
+
+    def engine_stacks_experts(self, name: str) -> bool:
+        """True when the engine parameter holds one expert per index of its leading dim."""
+        return self._match(self._engine_index, name, "engine parameter").row.engine_stacked
+
+    def trainer_names(self, shape: ModelShape, layers: Sequence[int], experts: Sequence[int]) -> Iterator[str]:
+        """Canonical Megatron names (local spec) of a rank with these layers and experts; inside layers only."""
+        for row, layer, expert in self._walk(shape, layers, experts):
+            if layer is not None:
+                yield row.trainer[0].format(layer=layer, expert=expert)
+
+    def engine_names(self, shape: ModelShape, layers: Sequence[int]) -> Iterator[str]:
+        """Live engine names of a rank with these layers; inside layers only."""
+        for row, layer, expert in self._walk(shape, layers, range(shape.num_experts)):
+            if layer is not None and not (row.engine_stacked and expert):
+                yield row.engine.format(layer=layer, expert=expert)
+
+    def outer_names(self, side: Literal["trainer", "engine"], shape: ModelShape) -> dict[Kind, str]:
+        """The names outside the layers, by kind: embed, norm, head."""
+        rows = [row for row in self.rows if row.layers == "none"]
+        return {row.kind: row.engine if side == "engine" else row.trainer[0] for row in rows}
+
+    def _walk(
+        self, shape: ModelShape, layers: Sequence[int], experts: Sequence[int]
+    ) -> Iterator[tuple[Row, int | None, int | None]]:
+        for row in self.rows:
+            if row.layers == "none":
+                yield row, None, None
+        for layer in layers:
+            kinds = ("every", "moe") if self.is_moe(shape, layer) else ("every", "dense")
+            for row in self.rows:
+                if row.layers in kinds:
+                    for expert in experts if row.kind == "expert" else (None,):
+                        yield row, layer, expert
+
+    def _entry(self, match: _Match, rule: str, name: str, shape: ModelShape, expert: int | None) -> Entry:
+        if match.layer is not None and not 0 <= match.layer < shape.num_layers:
+            raise ValueError(f"{name}: layer {match.layer} of a model with {shape.num_layers} layers")
+        if match.row.kind == "expert" and not 0 <= (-1 if expert is None else expert) < shape.num_experts:
+            raise ValueError(f"{name}: expert {expert} of a model with {shape.num_experts} experts")
+        specs = _specs(match.row, shape, self.sizes(shape), match.layer, expert)
+        return Entry(match.row.kind, rule, specs, shape.head_dim)
+
+    def _match(self, index: dict[str, _Template], name: str, what: str) -> _Match:
+        template = index.get(_NUMBER.sub("#", name))
+        if template is None:
+            raise ValueError(f"{what} {name} has no rule in family {self.name}: add a row to its table")
+        numbers = dict(zip(template.fields, map(int, _NUMBER.findall(name)), strict=True))
+        return _Match(template.row, numbers.get("layer"), numbers.get("expert"))
+
+    @cached_property
+    def _hf_index(self) -> dict[str, _Template]:
+        return _index((row, source.name) for row in self.rows for source in row.sources)
+
+    @cached_property
+    def _trainer_index(self) -> dict[str, _Template]:
+        return _index((row, name) for row in self.rows for name in row.trainer)
+
+    @cached_property
+    def _engine_index(self) -> dict[str, _Template]:
+        return _index((row, row.engine) for row in self.rows)
+
+
+def _index(names: Iterator[tuple[Row, str]]) -> dict[str, _Template]:
+    return {_FIELD.sub("#", name): _Template(row, tuple(_FIELD.findall(name))) for row, name in names}
+
+
+def _specs(
+    row: Row, shape: ModelShape, sizes: dict[str, int], layer: int | None, expert: int | None
+) -> tuple[TensorSpec, ...]:
+    sources: tuple[Source, ...] = (row.tied_to,) if shape.tied and row.tied_to is not None else row.sources
+    return tuple(
+        TensorSpec(
+            source.name.format(layer=layer, expert=expert), tuple(sizes[dim] for dim in source.dims), shape.dtype
+        )
+        for source in sources
+    )

@@ -1,0 +1,172 @@
+"""Meshes and layout strings: `tp2 etp1 pp4 ep8 dp4`, `tp=2,etp=1`, uneven stages `pp4(23,24,24,23)`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+
+from megastream.layout.rules import Cut
+
+AXES = ("tp", "cp", "etp", "ep", "dp", "pp", "vpp")
+_TOKEN = re.compile(r"([a-z]+)=?(\d+)(?:\(([\d,\s]*)\))?")
+_SEPARATOR = re.compile(r"[\s,]+(?![^(]*\))")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Sizes of the axes of one side. `stages`: decoder layers of every pipeline stage when they are uneven."""
+
+    tp: int = 1
+    cp: int = 1
+    etp: int = 1
+    ep: int = 1
+    dp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    stages: tuple[int, ...] | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    def __str__(self) -> str:
+        sizes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1 or axis == "tp"]
+        return " ".join(sizes) + (f" stages {','.join(map(str, self.stages))}" if self.stages else "")
+
+
+def coords_cut(coords: Mapping[str, int], axis: str) -> Cut:
+    """The cut of a rank on an axis. ValueError when `coords` lacks the axis or its size."""
+    if axis not in coords or f"{axis}_size" not in coords:
+        raise ValueError(f"mesh coordinates {dict(coords)} lack {axis} or {axis}_size")
+    return Cut(axis, coords[axis], coords[f"{axis}_size"])
+
+
+def parse_trainer_mesh(text: str) -> Mesh:
+    """Megatron's mesh. `etp` defaults to `tp`; `dp` to the smallest that lets tp*cp*dp divide by etp*ep.
+
+    ValueError restates the text and names the axis and both numbers that do not fit.
+    """
+    sizes, stages = _parse(text)
+    tp, cp, ep = sizes.get("tp", 1), sizes.get("cp", 1), sizes.get("ep", 1)
+    etp = sizes.get("etp", tp)
+    dp = sizes.get("dp", etp * ep // gcd(etp * ep, tp * cp))
+    if tp * cp * dp % (etp * ep):
+        raise ValueError(f"trainer layout {text!r}: tp*cp*dp={tp * cp * dp} does not divide by etp*ep={etp * ep}")
+    return Mesh(tp, cp, etp, ep, dp, sizes.get("pp", 1), sizes.get("vpp", 1), stages)
+
+
+def parse_engine_mesh(text: str) -> Mesh:
+    """vLLM's mesh of one engine core: tp, pp, and ep, which is off (1) or equal to tp.
+
+    ValueError restates the text and names what one engine core cannot have.
+    """
+    sizes, stages = _parse(text)
+    for axis in ("cp", "etp", "vpp", "dp"):
+        if sizes.get(axis, 1) != 1:
+            raise ValueError(f"engine layout {text!r}: {axis}={sizes[axis]}; one engine core has tp, ep and pp only")
+    tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
+    if ep not in (1, tp):
+        raise ValueError(f"engine layout {text!r}: ep={ep}, tp={tp}; expert parallelism spans tp, so ep is 1 or tp")
+    return Mesh(tp=tp, etp=1 if ep > 1 else tp, ep=ep, pp=sizes.get("pp", 1), stages=stages)
+
+
+def trainer_coords(mesh: Mesh, rank: int) -> dict[str, int]:
+    """Coordinates in Megatron's default order tp-cp-ep-dp-pp (tp fastest; experts: etp, ep, edp, pp)."""
+    inner = mesh.tp * mesh.cp * mesh.dp
+    pp, rest = divmod(rank, inner)
+    edp_size = inner // (mesh.etp * mesh.ep)
+    return {
+        "tp": rest % mesh.tp,
+        "tp_size": mesh.tp,
+        "cp": rest // mesh.tp % mesh.cp,
+        "cp_size": mesh.cp,
+        "dp": rest // (mesh.tp * mesh.cp),
+        "dp_size": mesh.dp,
+        "etp": rest % mesh.etp,
+        "etp_size": mesh.etp,
+        "ep": rest // mesh.etp % mesh.ep,
+        "ep_size": mesh.ep,
+        "edp": rest // (mesh.etp * mesh.ep),
+        "edp_size": edp_size,
+        "pp": pp,
+        "pp_size": mesh.pp,
+    }
+
+
+def engine_coords(mesh: Mesh, rank: int) -> dict[str, int]:
+    """Coordinates of an engine rank: tp fastest, then pp; with expert parallelism the ep rank is the tp rank."""
+    pp, tp = divmod(rank, mesh.tp)
+    ep = tp if mesh.ep > 1 else 0
+    etp, etp_size = (0, 1) if mesh.ep > 1 else (tp, mesh.tp)
+    return {
+        "tp": tp,
+        "tp_size": mesh.tp,
+        "etp": etp,
+        "etp_size": etp_size,
+        "ep": ep,
+        "ep_size": mesh.ep,
+        "pp": pp,
+        "pp_size": mesh.pp,
+    }
+
+
+def trainer_stage_layers(mesh: Mesh, num_layers: int, stage: int) -> tuple[int, ...]:
+    """Global layers of a Megatron stage; with vpp, chunk c of stage s follows chunk c of stage s - 1."""
+    if mesh.stages is not None:
+        if mesh.vpp > 1:
+            raise ValueError(f"trainer layout {mesh}: uneven stages with vpp={mesh.vpp} are not supported")
+        return _explicit(mesh.stages, num_layers, stage, "trainer")
+    if num_layers % (mesh.pp * mesh.vpp):
+        raise ValueError(
+            f"trainer layout {mesh}: {num_layers} layers do not divide by pp*vpp={mesh.pp * mesh.vpp}; "
+            "give the layers of every stage, e.g. pp2(4,3)"
+        )
+    num = num_layers // (mesh.pp * mesh.vpp)
+    starts = ((chunk * mesh.pp + stage) * num for chunk in range(mesh.vpp))
+    return tuple(layer for start in starts for layer in range(start, start + num))
+
+
+def engine_stage_layers(mesh: Mesh, num_layers: int, stage: int) -> tuple[int, ...]:
+    """Global layers of a vLLM stage: remainder layers go to stages before the last (vllm get_pp_indices)."""
+    if mesh.stages is not None:
+        return _explicit(mesh.stages, num_layers, stage, "engine")
+    sizes = [num_layers // mesh.pp] * mesh.pp
+    for index in range(2, num_layers % mesh.pp + 2):
+        sizes[-index] += 1
+    return _explicit(tuple(sizes), num_layers, stage, "engine")
+
+
+def _explicit(stages: tuple[int, ...], num_layers: int, stage: int, side: str) -> tuple[int, ...]:
+    if sum(stages) != num_layers:
+        raise ValueError(f"{side} layout: stages {stages} hold {sum(stages)} layers, the model has {num_layers}")
+    start = sum(stages[:stage])
+    return tuple(range(start, start + stages[stage]))
+
+
+def _parse(text: str) -> tuple[dict[str, int], tuple[int, ...] | None]:
+    sizes: dict[str, int] = {}
+    stages: tuple[int, ...] | None = None
+    for token in filter(None, _SEPARATOR.split(text.strip())):
+        match = _TOKEN.fullmatch(token)
+        if match is None or match[1] not in AXES:
+            raise ValueError(
+                f"layout {text!r}: cannot read {token!r}; expected an axis of {', '.join(AXES)} and a size"
+            )
+        axis, size = match[1], int(match[2])
+        if axis in sizes or size < 1:
+            raise ValueError(f"layout {text!r}: axis {axis} " + ("is given twice" if axis in sizes else "has size 0"))
+        sizes[axis] = size
+        if match[3] is not None:
+            stages = _parse_stages(text, axis, size, match[3])
+    return sizes, stages
+
+
+def _parse_stages(text: str, axis: str, size: int, inside: str) -> tuple[int, ...]:
+    stages = tuple(int(part) for part in inside.split(",") if part.strip())
+    if axis != "pp" or len(stages) != size or 0 in stages:
+        raise ValueError(
+            f"layout {text!r}: {axis}={size} lists {len(stages)} stage sizes; pp needs one above 0 for each"
+        )
+    return stages

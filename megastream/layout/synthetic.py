@@ -1,0 +1,180 @@
+"""Layouts from layout strings alone: the parameter lists that Megatron and vLLM would have, without either.
+
+`megastream plan` and the tests use it. The real adapters never do: they describe what they find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Protocol, TypeVar
+
+from megastream.layout.engine import EngineParam, engine_rank_layout, place_engine_param
+from megastream.layout.mesh import Mesh, engine_coords, engine_stage_layers, trainer_coords, trainer_stage_layers
+from megastream.layout.naming import Names
+from megastream.layout.shard import BufferSpec, RankLayout
+from megastream.layout.trainer import Ownership, TrainerParam, place_trainer_param, trainer_rank_layout
+
+VLLM_VOCAB_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this (and of tp)."""
+
+MEGATRON_VOCAB_MULTIPLE = 128
+"""Megatron's training scripts pad it to a multiple of this times tp."""
+
+BUCKET_ELEMENTS = 40_000_000
+"""Megatron's default bucket size: a bucket closes once it holds this many elements."""
+
+_PARAM_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+
+
+class SizedShape(Protocol):
+    """The numbers of a model that say which ranks hold what."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def tied(self) -> bool: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+ShapeT = TypeVar("ShapeT", bound=SizedShape)
+
+
+def trainer_layouts(
+    family: Names[ShapeT],
+    shape: ShapeT,
+    mesh: Mesh,
+    *,
+    ownership: Ownership = "replica",
+    bucket_elements: int = BUCKET_ELEMENTS,
+    vocab_multiple: int = MEGATRON_VOCAB_MULTIPLE,
+) -> tuple[RankLayout, ...]:
+    """One layout per Megatron rank. ValueError names the axis and both numbers of whatever does not divide."""
+    if shape.num_experts % mesh.ep:
+        raise ValueError(f"trainer layout {mesh}: {shape.num_experts} experts do not divide by ep={mesh.ep}")
+    layouts = []
+    for rank in range(mesh.world_size):
+        coords = trainer_coords(mesh, rank)
+        names = _trainer_names(family, shape, mesh, coords)
+        params, buffers = _buckets(family, shape, names, coords, bucket_elements, vocab_multiple)
+        layouts.append(
+            trainer_rank_layout(
+                family,
+                shape,
+                rank=rank,
+                world_size=mesh.world_size,
+                coords=coords,
+                params=params,
+                buffers=buffers,
+                ownership=ownership,
+                owned=_owned(buffers, coords) if ownership == "slice" else None,
+            )
+        )
+    return tuple(layouts)
+
+
+def engine_layouts(family: Names[ShapeT], shape: ShapeT, mesh: Mesh) -> tuple[RankLayout, ...]:
+    """One layout per vLLM rank. ValueError names the axis and both numbers of whatever does not divide."""
+    return tuple(_engine_layout(family, shape, mesh, rank) for rank in range(mesh.world_size))
+
+
+def _trainer_names(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, coords: dict[str, int]) -> list[str]:
+    """In registration order: embedding, layers, norm, head, each where it exists."""
+    num_local = shape.num_experts // mesh.ep
+    experts = range(coords["ep"] * num_local, (coords["ep"] + 1) * num_local)
+    outer = family.outer_names("trainer", shape)
+    first, last = coords["pp"] == 0, coords["pp"] == mesh.pp - 1
+    names = [outer["embed"]] if first else []
+    names.extend(family.trainer_names(shape, trainer_stage_layers(mesh, shape.num_layers, coords["pp"]), experts))
+    if last:
+        names.append(outer["norm"])
+        # Tied: the last stage keeps a second copy, unless it is also the first.
+        names.extend([outer["head"]] if not (shape.tied and first) else [])
+    return names
+
+
+def _buckets(
+    family: Names[ShapeT],
+    shape: ShapeT,
+    names: Iterable[str],
+    coords: dict[str, int],
+    bucket_elements: int,
+    vocab_multiple: int,
+) -> tuple[list[TrainerParam], list[BufferSpec]]:
+    """Megatron's buckets: parameters in reverse order, dense and expert ones apart when ep > 1."""
+    dtype = shape.dtype
+    params: list[TrainerParam] = []
+    sizes: dict[str, int] = {}
+    counts = {"dense": 0, "expert": 0}
+    for name in reversed(list(names)):
+        entry = family.trainer_entry(name, shape)
+        padded = _round_up(shape.vocab, vocab_multiple * coords["tp_size"]) if entry.rule == "vocab" else 0
+        local = place_trainer_param(entry, coords, padded).shape
+        group = "expert" if entry.kind == "expert" and coords["ep_size"] > 1 else "dense"
+        buffer = f"{group}{counts[group]}"
+        offset = _round_up(sizes.get(buffer, 0), _PARAM_ALIGNMENT)
+        params.append(TrainerParam(name, local, buffer, offset))
+        sizes[buffer] = offset + prod(local)
+        if sizes[buffer] >= bucket_elements:
+            counts[group] += 1
+    owners = {"expert": coords["edp_size"], "dense": coords["dp_size"] * coords["cp_size"]}
+    buffers = [
+        BufferSpec(name, _round_up(size, _BUCKET_ALIGNMENT * owners[name.rstrip("0123456789")]), dtype)
+        for name, size in sizes.items()
+    ]
+    return params, buffers
+
+
+def _owned(buffers: Iterable[BufferSpec], coords: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """The distributed optimizer's slice of every bucket: equal parts over the ranks that hold the same parameters."""
+    owned: dict[str, tuple[int, int]] = {}
+    for buffer in buffers:
+        if buffer.name.startswith("expert"):
+            index, size = coords["edp"], coords["edp_size"]
+        else:
+            index, size = coords["dp"] * coords["cp_size"] + coords["cp"], coords["dp_size"] * coords["cp_size"]
+        part = buffer.num_elements // size
+        owned[buffer.name] = index * part, (index + 1) * part
+    return owned
+
+
+def _engine_layout(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, rank: int) -> RankLayout:
+    coords = engine_coords(mesh, rank)
+    outer = family.outer_names("engine", shape)
+    first, last = coords["pp"] == 0, coords["pp"] == mesh.pp - 1
+    # Every vLLM stage has embedding, norm and head; a tied head is the embedding itself on a lone stage.
+    if shape.tied and first and last:
+        del outer["head"]
+    unused = [name for kind, name in outer.items() if not (first if kind == "embed" else last)]
+    experts = _local_experts(shape.num_experts, mesh.ep, coords["ep"])
+    padded = _round_up(_round_up(shape.vocab, VLLM_VOCAB_MULTIPLE), mesh.tp)
+    layers = engine_stage_layers(mesh, shape.num_layers, coords["pp"])
+    params = []
+    for name in (*outer.values(), *family.engine_names(shape, layers)):
+        slots = experts if family.engine_stacks_experts(name) else None
+        placed = place_engine_param(family, shape, name, coords, slots, padded)
+        params.append(EngineParam(name, placed.shape, shape.dtype, slots))
+    return engine_rank_layout(
+        family, shape, rank=rank, world_size=mesh.world_size, coords=coords, params=params, unused=unused
+    )
+
+
+def _local_experts(num_experts: int, ep: int, rank: int) -> tuple[int, ...]:
+    """vLLM's linear placement: consecutive experts, remainder experts to the lowest ranks."""
+    base, extra = divmod(num_experts, ep)
+    start = rank * base + min(rank, extra)
+    return tuple(range(start, start + base + (rank < extra)))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,120 @@
+"""The trainer's side: from Megatron's parameters to shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, TypeVar
+
+from megastream.layout.box import Box
+from megastream.layout.mesh import coords_cut
+from megastream.layout.naming import Entry, Names
+from megastream.layout.pack import flat_boxes
+from megastream.layout.rules import RULES, Fused, Placed, region_shard
+from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
+
+Ownership = Literal["replica", "slice"]
+"""`replica`: every data-parallel rank holds final bytes (after the parameter all-gather). `slice`: only the part of a
+buffer that a rank's distributed optimizer steps (before it)."""
+
+ShapeT = TypeVar("ShapeT")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerParam:
+    """One contiguous row-major Megatron parameter, `shape` as it is on this rank.
+
+    `name` is canonical: no `module.` prefix, global layer index, global expert index. `buffer` is the Megatron bucket
+    that the parameter lies in, `offset` its first element there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    buffer: str
+    offset: int
+
+
+def trainer_rank_layout(
+    family: Names[ShapeT],
+    shape: ShapeT,
+    *,
+    rank: int,
+    world_size: int,
+    coords: Mapping[str, int],
+    params: Sequence[TrainerParam],
+    buffers: Sequence[BufferSpec],
+    ownership: Ownership = "replica",
+    owned: Mapping[str, tuple[int, int]] | None = None,
+) -> RankLayout:
+    """What one trainer rank holds. `coords` has every axis and its size: tp, tp_size, etp, etp_size, pp, ep, ...
+
+    `buffers` come in the order in which they become final; the plan emits in that order. With ownership `slice`,
+    `owned` gives per buffer the flat range [start, stop) that this rank steps; buffers without a range hold nothing.
+    ValueError names a parameter without a rule, of the wrong shape, outside its buffer, or given twice.
+    """
+    if ownership == "slice" and owned is None:
+        raise ValueError(f"trainer rank {rank}: ownership slice needs the owned range of every buffer")
+    windows = owned if ownership == "slice" else None
+    specs = {buffer.name: buffer for buffer in buffers}
+    tensors: dict[str, TensorSpec] = {}
+    shards: list[Shard] = []
+    seen: set[str] = set()
+    for param in params:
+        if param.name in seen:
+            raise ValueError(f"trainer rank {rank}: parameter {param.name} is given twice")
+        seen.add(param.name)
+        placed = _place(family.trainer_entry(param.name, shape), param, coords, rank)
+        _check_inside(param, specs, rank)
+        window = _window(param, windows)
+        for region in placed.regions:
+            tensors[region.tensor.name] = region.tensor
+            for box in window:
+                part = region.within(box)
+                if part is not None:
+                    shards.append(region_shard(part, param.shape, rank=rank, buffer=param.buffer, base=param.offset))
+    return RankLayout(
+        side="trainer",
+        rank=rank,
+        world_size=world_size,
+        coords=dict(coords),
+        tensors=tuple(tensors.values()),
+        buffers=tuple(buffers),
+        shards=tuple(shards),
+        notes={"ownership": ownership},
+    )
+
+
+def place_trainer_param(entry: Entry, coords: Mapping[str, int], padded_rows: int = 0) -> Placed:
+    """The shape and regions of a parameter on the rank at `coords`; `padded_rows` as in `Fused`."""
+    cut = coords_cut(coords, "etp" if entry.kind == "expert" else "tp")
+    return RULES[entry.rule](Fused(entry.tensors, entry.head_dim, padded_rows), cut)
+
+
+def _place(entry: Entry, param: TrainerParam, coords: Mapping[str, int], rank: int) -> Placed:
+    padded = param.shape[0] * coords["tp_size"] if entry.rule == "vocab" else 0
+    placed = place_trainer_param(entry, coords, padded)
+    if placed.shape != param.shape:
+        raise ValueError(f"trainer rank {rank}: {param.name} has shape {param.shape}, the table gives {placed.shape}")
+    return placed
+
+
+def _check_inside(param: TrainerParam, buffers: Mapping[str, BufferSpec], rank: int) -> None:
+    if param.buffer not in buffers:
+        raise ValueError(f"trainer rank {rank}: {param.name} lies in buffer {param.buffer}, which is not described")
+    size, end = buffers[param.buffer].num_elements, param.offset + prod(param.shape)
+    if param.offset < 0 or end > size:
+        raise ValueError(
+            f"trainer rank {rank}: {param.name} takes [{param.offset}, {end}) of buffer {param.buffer}, "
+            f"which has {size} elements"
+        )
+
+
+def _window(param: TrainerParam, owned: Mapping[str, tuple[int, int]] | None) -> tuple[Box, ...]:
+    """The boxes of the parameter, in its own coordinates, that this rank owns."""
+    size = prod(param.shape)
+    if owned is None:
+        return flat_boxes(param.shape, 0, size)
+    start, stop = owned.get(param.buffer, (0, 0))
+    lo, hi = max(start - param.offset, 0), min(stop - param.offset, size)
+    return flat_boxes(param.shape, lo, hi) if lo < hi else ()
