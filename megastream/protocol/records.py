@@ -63,6 +63,8 @@ class Attach(_Record, frozen=True, kw_only=True, tag="attach"):
     incarnation: int
     engine: str
     kind: PlanKind
+    family: str
+    """Name of the model family's table, e.g. "qwen3_moe"."""
     base_version: int
     trainer_world_size: int
     finality: str

@@ -1,0 +1,37 @@
+"""What can be set on the engine side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Times in seconds. The defaults suit a run; tests shorten them."""
+
+    staging_sets: int = 2
+    """Versions that may be in staging at once, on every rank. Each costs one copy of the rank's weights in memory."""
+    pin_memory: bool = False
+    """Page-lock staging, for engines that copy from it to a GPU."""
+    bind_s: float = 120.0
+    """From the Attach to open lanes."""
+    transfer_s: float = 60.0
+    """For the bytes of one piece, once its header is there."""
+    liveness_s: float = 1800.0
+    """A trainer that sends nothing for so long is gone: longer than the longest training step."""
+    commit_s: float = 120.0
+    """From the enqueued commit to all ranks' replies. After it the engine is reported stuck; it is not touched."""
+    detach_s: float = 60.0
+    """How long the end of training waits for the last version to become live."""
+    whole_s: float = 600.0
+    """For one whole-model load, from the call to the last tensor."""
+    compare_slice_s: float = 0.05
+    """Longest time that one worker call of the comparison at attach takes away from decoding."""
+    poll_s: float = 0.25
+    """How often deadlines are looked at."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "pin_memory" and value <= 0:
+                raise ValueError(f"engine setting {field.name} must be above 0, got {value}")

@@ -1,0 +1,101 @@
+"""What a trainer rank knows about its attachment from the log, and the manifest that rank 0 assembles from it."""
+
+from __future__ import annotations
+
+from megastream.plan.types import Plan
+from megastream.protocol.records import (
+    Attached,
+    Bound,
+    Committed,
+    Detached,
+    Emitted,
+    Failed,
+    LanesOpen,
+    Record,
+    WeightsReady,
+)
+from megastream.protocol.terms import ProtocolError
+
+
+class TrainerBook:
+    """Takes the records of one attachment in log order; records of others are not for it and are ignored."""
+
+    def __init__(self, attachment: str, trainer_ranks: int, engine_ranks: int) -> None:
+        self.attachment = attachment
+        self.num_ranks = {"trainer": trainer_ranks, "engine": engine_ranks}
+        self.bound: dict[tuple[str, int], Bound] = {}
+        self.emitted: dict[tuple[int, int], dict[int, Emitted]] = {}
+        self.committed: list[Committed] = []
+        self.lanes_open: LanesOpen | None = None
+        self.attached: Attached | None = None
+        self.detached: Detached | None = None
+        self.failed: Failed | None = None
+
+    def take(self, record: Record) -> None:
+        if getattr(record, "attachment", None) != self.attachment:
+            return
+        match record:
+            case Bound():
+                self.bound[record.side, record.rank] = record
+            case Emitted():
+                self.emitted.setdefault((record.version, record.attempt), {})[record.rank] = record
+            case Committed():
+                self.committed.append(record)
+            case LanesOpen():
+                self.lanes_open = record
+            case Attached():
+                self.attached = record
+            case Detached():
+                self.detached = record
+            case Failed():
+                self.failed = self.failed or record
+
+    @property
+    def live_version(self) -> int:
+        """The newest version known to be live on the engine, -1 before the first."""
+        versions = [record.version for record in self.committed]
+        return max([*versions, self.attached.version if self.attached else -1])
+
+    def not_bound(self) -> list[str]:
+        """Who has not built the plan yet, e.g. ["trainer rank 3", "engine rank 1"]."""
+        everybody = [(side, rank) for side, n in self.num_ranks.items() for rank in range(n)]
+        return [f"{side} rank {rank}" for side, rank in everybody if (side, rank) not in self.bound]
+
+    def agreed_digest(self) -> str:
+        """The one digest that every rank built. ProtocolError names two ranks that differ."""
+        (first_who, first), *others = sorted(self.bound.items())
+        for who, bound in others:
+            if bound.digest != first.digest:
+                raise ProtocolError(
+                    f"plans differ: {first_who[0]} rank {first_who[1]} built {first.digest}, {who[0]} rank {who[1]} "
+                    f"built {bound.digest}; run the same megastream version and settings on both sides"
+                )
+        return first.digest
+
+    def not_emitted(self, version: int, attempt: int) -> list[str]:
+        """Trainer ranks whose pieces of (version, attempt) are not all out."""
+        there = self.emitted.get((version, attempt), {})
+        return [f"trainer rank {rank}" for rank in range(self.num_ranks["trainer"]) if rank not in there]
+
+    def manifest(self, plan: Plan, incarnation: int, version: int, attempt: int, train_step: int) -> WeightsReady:
+        """The manifest of a version that every rank emitted. ProtocolError when it is not what the plan asks for."""
+        emitted = self.emitted.pop((version, attempt))
+        self.emitted = {key: value for key, value in self.emitted.items() if key > (version, attempt)}
+        for rank, record in sorted(emitted.items()):
+            pieces = plan.by_source.get(rank, ())
+            planned = (len(pieces), sum(piece.num_elements for piece in pieces))
+            if (record.pieces, record.elements) != planned:
+                raise ProtocolError(
+                    f"version {version}, attempt {attempt}: trainer rank {rank} emitted {record.pieces} pieces with "
+                    f"{record.elements} elements, the plan has {planned[0]} pieces with {planned[1]} elements"
+                )
+        return WeightsReady(
+            attachment=self.attachment,
+            incarnation=incarnation,
+            version=version,
+            attempt=attempt,
+            train_step=train_step,
+            plan_digest=plan.digest,
+            units=plan.units,
+            elements=sum(plan.elements.values()),
+        )

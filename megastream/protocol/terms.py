@@ -1,0 +1,44 @@
+"""The terms of one attachment, and what is refused because it is reserved for later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megastream.protocol.records import Attach, PlanKind
+
+
+class ProtocolError(ValueError):
+    """A record or piece contradicts what was agreed. One line: who, what, both values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What both ends of an attachment agreed on before the first byte. Every piece and record is held against it."""
+
+    run_id: str
+    attachment: str
+    incarnation: int
+    kind: PlanKind
+    plan_digest: str
+    base_version: int
+
+
+_LATER = {
+    "membership_epoch": (0, "membership epochs: every change of ranks needs a new run"),
+    "namespace": ("base", "LoRA namespaces: only the base weights are streamed"),
+    "encoding": ("dense", "delta pieces: every piece carries the values themselves"),
+    "transfer": ("push", "pull transports: the trainer pushes"),
+    "replicas": ((), "several engines: one attachment binds one engine"),
+    "late_joiner": (False, "late joiners: an engine joins at the base version of its own attachment"),
+    "commit_step": (-1, "commits at a step counter: one engine core commits by itself, data-parallel cores cannot"),
+}
+
+
+def refuse_reserved(attach: Attach) -> None:
+    """Raises ProtocolError when an Attach asks for anything that is typed but not built yet."""
+    for name, (supported, why) in _LATER.items():
+        value = getattr(attach, name)
+        if value != supported:
+            raise ProtocolError(
+                f"attachment {attach.attachment}: {name}={value!r} is not supported, only {supported!r} ({why})"
+            )
