@@ -1,4 +1,4 @@
-"""Builds the plan of an attachment from the layouts that every rank put on the control plane. All ranks run it alike."""
+"""Builds the plan of an attachment from the layouts that every rank put on the control plane. Alike on all ranks."""
 
 from __future__ import annotations
 

@@ -134,4 +134,4 @@ class CommitTable:
         sealed = [r for (attempt, _), r in version.sealed.items() if attempt == manifest.attempt]
         total = sum(record.elements for record in sealed)
         if len(sealed) == self.world_size and total != manifest.elements:
-            raise ProtocolError(f"version {number}: ranks sealed {total} elements, its manifest says {manifest.elements}")
+            raise ProtocolError(f"version {number}: {total} elements sealed, its manifest says {manifest.elements}")

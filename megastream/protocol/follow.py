@@ -56,7 +56,8 @@ class Follower:
                 if not self._stop.is_set():
                     self._lost(str(error))
                 return
-            for after, record in records:
+            for position, record in records:
+                after = position
                 self._take(record)
             self._tick()
 

@@ -98,9 +98,12 @@ class StagingTable:
         staged = self._sets.get(key)
         return staged is not None and all(staged.elements[unit] == n for unit, n in self._need.items())
 
-    def slot_of(self, key: Key) -> int | None:
-        staged = self._sets.get(key)
-        return None if staged is None else staged.slot
+    def slot_of(self, key: Key) -> int:
+        """Where a version lies, also one that was dropped while a piece of it is being written."""
+        staged = self._sets.get(key) or next((dead for dead in self._dying if dead.key == key), None)
+        if staged is None:
+            raise ProtocolError(f"{key} is not in staging of engine rank {self.rank}")
+        return staged.slot
 
     def admit(self, header: PieceHeader, source: int) -> Admission:
         """Decides about a piece whose header came over the lane from trainer rank `source`. PieceRefused by name."""

@@ -1,0 +1,268 @@
+"""The agent of one engine rank: it lives in the engine's worker process and follows the control log in a thread.
+
+Receiving, checking and preparing happen in its own threads. Three things are done on the worker's thread, in calls
+that the core orders between two steps: `commit`, `call` (the comparison at attach) and `load_whole`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megastream.engine.attachment import Attachment, make_attachment
+from megastream.engine.contract import CommitRequest, LiveModel, LiveModelError, WholeLoad
+from megastream.engine.inlet import LaneReceiver
+from megastream.engine.settings import EngineSettings
+from megastream.engine.stream import StreamSink
+from megastream.engine.whole import WholeSink
+from megastream.layout.shard import RankLayout
+from megastream.protocol.bind import engine_blob, plan_of, put_layout
+from megastream.protocol.control import ControlError, ControlLog
+from megastream.protocol.follow import Follower, Outbox
+from megastream.protocol.lane import LaneError
+from megastream.protocol.records import (
+    Accepted,
+    Attach,
+    Attached,
+    Bound,
+    Compared,
+    Detached,
+    EngineReady,
+    Failed,
+    LanesOpen,
+    Loaded,
+    PlanKind,
+    RankCommit,
+    Record,
+)
+from megastream.protocol.staging import Key
+from megastream.protocol.terms import ProtocolError, refuse_reserved
+
+logger = logging.getLogger(__name__)
+
+
+class RankAgent:
+    """One per engine rank. `start` after the weights are loaded; `close` before the worker exits."""
+
+    def __init__(
+        self,
+        log: ControlLog,
+        *,
+        engine: str,
+        rank: int,
+        world_size: int,
+        live: LiveModel,
+        receiver: LaneReceiver,
+        settings: EngineSettings,
+        library: str = "",
+    ) -> None:
+        self._log, self._live, self._receiver, self._settings = log, live, receiver, settings
+        self.engine, self.rank, self.world_size, self._library = engine, rank, world_size, library
+        self._layouts: dict[PlanKind, RankLayout] = {}
+        self._refusals: dict[PlanKind, str] = {}
+        self._current: Attachment | None = None
+        self._next: Attach | None = None
+        self._live_version = 0
+        self._commits = 0
+        self._outbox = Outbox(log, f"engine-rank-{rank}")
+        self._follower = Follower(
+            log, f"engine-rank-{rank}", take=self._take, tick=lambda: None, lost=self._lost, poll_s=settings.poll_s
+        )
+
+    @property
+    def live_version(self) -> int:
+        """The version that this rank's weights hold; 0 before the first update."""
+        return self._live_version
+
+    def start(self) -> None:
+        """Publishes this rank's layouts and starts following the log. ControlError when the control plane is away.
+
+        A model that cannot be patched in place still starts: it is refused by name when a trainer attaches.
+        """
+        for kind, describe in (("stream", self._live.describe), ("whole", self._live.describe_whole)):
+            try:
+                self._layouts[kind] = describe()
+            except LiveModelError as error:
+                self._refusals[kind] = str(error)
+                continue
+            put_layout(self._log, engine_blob(self.engine, self.rank, kind), self._layouts[kind])
+        self._outbox.start()
+        self._outbox.post(
+            EngineReady(engine=self.engine, rank=self.rank, world_size=self.world_size, library=self._library)
+        )
+        self._follower.start()
+
+    def close(self) -> None:
+        """Ends lanes and threads. Idempotent."""
+        self._follower.stop()
+        if self._current is not None:
+            self._current.end("the engine is shutting down")
+            self._current.inlet.join(1.0)
+            self._current = None
+        self._outbox.close()
+
+    # ---- worker thread
+
+    def commit(self, request: CommitRequest) -> RankCommit:
+        """Makes a staged version live, in the engine's ordered call. Never raises; a failure was tried twice."""
+        begin = time.monotonic()
+        current = self._current
+        if current is None or current.terms.attachment != request.attachment:
+            error = f"attachment {request.attachment} is not bound here"
+        elif not isinstance(current.sink, StreamSink):
+            error = f"attachment {request.attachment} is of kind whole; its versions come through a paused update"
+        else:
+            error = current.sink.commit(request)
+        if not error:
+            self._live_version = request.version
+        else:
+            logger.error("engine rank %d could not commit version %d: %s", self.rank, request.version, error)
+        self._commits += 1
+        stall_s = time.monotonic() - begin
+        return RankCommit(rank=self.rank, ok=not error, stall_s=stall_s, step=self._commits, error=error)
+
+    def call(self, op: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """The worker's side of CorePort.call_ranks. Plain data in and out; never raises.
+
+        `compare` {attachment, incarnation, version, attempt} -> {done, error}: one slice of the comparison.
+        """
+        if op != "compare":
+            return {"done": True, "error": f"engine rank {self.rank} knows no call {op!r}"}
+        try:
+            return {"done": self._compare(**payload), "error": ""}
+        except (ProtocolError, LiveModelError, RuntimeError) as error:
+            return {"done": True, "error": f"engine rank {self.rank} could not compare: {error}"}
+
+    def receive_whole(self, version: int, deadline_s: float) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors of `version` under their HF names, as they arrive. Only while the engine is paused."""
+        return self._whole(version).receive(version, deadline_s)
+
+    def load_whole(self, version: int) -> WholeLoad:
+        """Receives `version` and runs the engine's own reload. Only while the engine is paused; blocks.
+
+        ProtocolError when no attachment of kind `whole` is there; LaneError, LiveModelError or RuntimeError when it
+        failed, and then the weights are not whole: the host must not resume.
+        """
+        current = self._current
+        load = self._live.load_whole(self.receive_whole(version, self._settings.whole_s))
+        assert current is not None, "receive_whole checked it"
+        self._live_version = version
+        self._outbox.post(
+            Loaded(
+                attachment=current.terms.attachment,
+                version=version,
+                rank=self.rank,
+                load_s=load.load_s,
+                repair_s=load.repair_s,
+            )
+        )
+        return load
+
+    def _whole(self, version: int) -> WholeSink:
+        current = self._current
+        if current is None or not isinstance(current.sink, WholeSink):
+            raise ProtocolError(
+                f"engine rank {self.rank} was asked to load version {version} whole, but no trainer is attached with "
+                f"kind whole; updates of kind stream need no call"
+            )
+        return current.sink
+
+    def _compare(self, attachment: str, incarnation: int, version: int, attempt: int) -> bool:
+        current = self._current
+        if current is None or current.terms.attachment != attachment or not isinstance(current.sink, StreamSink):
+            raise ProtocolError(f"attachment {attachment} is not bound here with kind stream")
+        comparison = current.sink.compare(Key(incarnation, version, attempt))
+        done = comparison.step(self._settings.compare_slice_s)
+        if done:
+            self._outbox.post(
+                Compared(
+                    attachment=attachment,
+                    rank=self.rank,
+                    tensors=comparison.tensors,
+                    differing=comparison.differing,
+                    first=comparison.first,
+                )
+            )
+        return done
+
+    # ---- follower's thread
+
+    def _take(self, record: Record) -> None:
+        if isinstance(record, Attach):
+            if record.engine == self.engine:
+                self._attach(record)
+            return
+        name = getattr(record, "attachment", None)
+        if self._next is not None and isinstance(record, Failed) and name == self._next.attachment:
+            self._next = None
+        if self._current is not None and name == self._current.terms.attachment:
+            self._take_own(self._current, record)
+
+    def _take_own(self, current: Attachment, record: Record) -> None:
+        match record:
+            case LanesOpen():
+                self._open(current, record)
+            case Accepted():
+                current.sink.accepted(record.version, record.attempt)
+            case Attached() if isinstance(current.sink, StreamSink):
+                current.sink.passed(record.version)
+            case Failed():
+                current.end(record.reason)
+            case Detached():
+                current.end("the attachment was detached")
+                self._current = None
+                if self._next is not None:
+                    self._bind(self._next)
+
+    def _attach(self, record: Attach) -> None:
+        if self._current is None:
+            self._bind(record)
+        else:  # the coordinator ends the current one first, or refuses this one
+            self._next = record
+
+    def _bind(self, record: Attach) -> None:
+        self._next = None
+        try:
+            refuse_reserved(record)
+            if record.kind in self._refusals:
+                raise ProtocolError(self._refusals[record.kind])
+            plan = plan_of(self._log, record, self.world_size)
+            current = make_attachment(
+                record,
+                plan,
+                self._layouts[record.kind],
+                run_id=self._log.run_id,
+                live=self._live,
+                receiver=self._receiver,
+                settings=self._settings,
+                post=self._outbox.post,
+            )
+            addresses = current.inlet.addresses()
+        except (ValueError, LaneError, ControlError) as error:
+            self._fail(record.attachment, f"engine rank {self.rank} cannot bind: {error}")
+            return
+        self._current = current
+        self._outbox.post(
+            Bound(attachment=record.attachment, side="engine", rank=self.rank, digest=plan.digest, addresses=addresses)
+        )
+
+    def _open(self, current: Attachment, record: LanesOpen) -> None:
+        if record.digest != current.plan.digest:
+            self._fail(
+                current.terms.attachment,
+                f"engine rank {self.rank} built plan {current.plan.digest}, the trainer opens lanes of {record.digest}",
+            )
+        elif not current.ended:
+            current.inlet.open()
+
+    def _fail(self, attachment: str, reason: str) -> None:
+        self._outbox.post(Failed(attachment=attachment, side="engine", rank=self.rank, reason=reason))
+
+    def _lost(self, reason: str) -> None:
+        logger.error("engine rank %d: %s; version %d keeps serving", self.rank, reason, self._live_version)
+        if self._current is not None:
+            self._current.end(reason)

@@ -1,0 +1,96 @@
+"""The one attachment that an engine has, as its coordinator sees it: phase, deadlines, what ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from megastream.engine.settings import EngineSettings
+from megastream.protocol.commit import CommitTable
+from megastream.protocol.records import Attach, Compared, TrainingFinished
+from megastream.protocol.terms import ProtocolError, Terms, refuse_reserved
+
+NEVER = float("inf")
+
+
+class Phase(Enum):
+    BINDING = "building the plan"
+    BASE = "receiving the base version"
+    COMPARING = "comparing the base version with the live weights"
+    REPLACING = "committing the base version"
+    LIVE = "live"
+
+
+@dataclass
+class Bond:
+    """Times are of the monotonic clock, in seconds."""
+
+    attach: Attach
+    heard_s: float
+    bind_by_s: float
+    phase: Phase = Phase.BINDING
+    table: CommitTable | None = None
+    compared: dict[int, Compared] = field(default_factory=dict)
+    commit_by_s: float = NEVER
+    finish: TrainingFinished | None = None
+    finish_by_s: float = NEVER
+    failed: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.attach.attachment
+
+    def open(self, run_id: str, digest: str, world_size: int) -> None:
+        """All ranks built the same plan; the base version is on its way."""
+        terms = Terms(
+            run_id=run_id,
+            attachment=self.name,
+            incarnation=self.attach.incarnation,
+            kind=self.attach.kind,
+            plan_digest=digest,
+            base_version=self.attach.base_version,
+        )
+        self.table = CommitTable(terms, world_size)
+        self.phase = Phase.BASE
+
+    def is_over(self, now: float) -> bool:
+        """It failed, or training finished and the last version is live or late."""
+        if self.failed:
+            return True
+        if self.finish is None:
+            return False
+        return (self.table is not None and self.table.live >= self.finish.version) or now > self.finish_by_s
+
+    def late(self, now: float, settings: EngineSettings) -> str:
+        """Why a deadline ends this attachment now, or nothing."""
+        if self.phase is Phase.BINDING and now > self.bind_by_s:
+            return f"the engine waited {settings.bind_s:g} s for the trainer to open its lanes"
+        if now > self.commit_by_s:
+            return f"a commit was enqueued {settings.commit_s:g} s ago and the engine's ranks have not replied"
+        if now - self.heard_s > settings.liveness_s and self.finish is None:
+            return f"the engine heard nothing from the trainer for {settings.liveness_s:g} s"
+        return ""
+
+    def refuse_difference(self, engine: str) -> None:
+        """ProtocolError that names what differs, for weights which must not be written over."""
+        worst = next(record for _, record in sorted(self.compared.items()) if record.differing)
+        raise ProtocolError(
+            f"version {self.attach.base_version} is not what engine {engine} serves: {worst.differing} of "
+            f"{worst.tensors} tensors differ on engine rank {worst.rank}, first {worst.first}; start both from the "
+            f"same checkpoint"
+        )
+
+
+def admit(attach: Attach, engine: str, held: Bond | None, live: tuple[int, int] | None, now: float) -> None:
+    """ProtocolError when `engine` cannot take this Attach. `live` is (incarnation, version) of its last update."""
+    refuse_reserved(attach)
+    if live is not None and (attach.incarnation, attach.base_version) < live:
+        raise ProtocolError(
+            f"engine {engine} has version {live[1]} of incarnation {live[0]} live; base version "
+            f"{attach.base_version} of incarnation {attach.incarnation} would go backwards"
+        )
+    if held is not None and not held.is_over(now) and attach.incarnation <= held.attach.incarnation:
+        raise ProtocolError(
+            f"engine {engine} is attached to incarnation {held.attach.incarnation} ({held.name}); incarnation "
+            f"{attach.incarnation} can attach once that has finished"
+        )

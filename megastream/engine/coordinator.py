@@ -1,0 +1,299 @@
+"""The coordinator of one engine: a thread in the engine core's process that follows the log and orders commits.
+
+It decides, it never waits: replies of the core come back through callbacks, deadlines are looked at between reads of
+the log. Whatever breaks ends the attachment; the engine goes on serving the version it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from megastream.engine.bond import NEVER, Bond, Phase, admit
+from megastream.engine.contract import CommitRequest, CorePort
+from megastream.engine.settings import EngineSettings
+from megastream.protocol.commit import CommitTable
+from megastream.protocol.control import ControlLog
+from megastream.protocol.follow import Follower, Outbox
+from megastream.protocol.records import (
+    Accepted,
+    Attach,
+    Attached,
+    Committed,
+    Compared,
+    Detached,
+    Failed,
+    LanesOpen,
+    Poisoned,
+    RankCommit,
+    Record,
+    Sealed,
+    TrainingFinished,
+    WeightsReady,
+)
+from megastream.protocol.staging import Key
+from megastream.protocol.terms import ProtocolError
+
+logger = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """One per engine core. `start` when the core can take calls; `close` before it exits."""
+
+    def __init__(
+        self, log: ControlLog, *, engine: str, world_size: int, core: CorePort, settings: EngineSettings
+    ) -> None:
+        self.engine, self.world_size = engine, world_size
+        self._run_id, self._core, self._settings = log.run_id, core, settings
+        self._lock = threading.RLock()
+        self._bond: Bond | None = None
+        self._next: Attach | None = None
+        self._live: tuple[int, int] | None = None
+        """(incarnation, version) of the last update; None until the first one."""
+        self._poisoned = False
+        self._outbox = Outbox(log, "coordinator")
+        self._follower = Follower(
+            log, "coordinator", take=self._take, tick=self._tick, lost=self._lost, poll_s=settings.poll_s
+        )
+
+    def start(self) -> None:
+        self._outbox.start()
+        self._follower.start()
+
+    def close(self) -> None:
+        """Ends the threads; an attachment that is still there is failed, so that its trainer does not wait."""
+        self._follower.stop()
+        with self._lock:
+            if self._bond is not None:
+                self._fail(self._bond, "the engine is shutting down")
+        self._outbox.close()
+
+    # ---- records, in the follower's thread
+
+    def _take(self, record: Record) -> None:
+        with self._lock:
+            if isinstance(record, Attach):
+                if record.engine == self.engine:
+                    self._attach(record)
+                return
+            bond = self._bond
+            if bond is None or getattr(record, "attachment", None) != bond.name:
+                return
+            bond.heard_s = time.monotonic()
+            try:
+                self._take_own(bond, record)
+            except ProtocolError as error:
+                self._fail(bond, str(error))
+            self._advance()
+
+    def _take_own(self, bond: Bond, record: Record) -> None:
+        match record:
+            case LanesOpen() if bond.table is None:
+                bond.open(self._run_id, record.digest, self.world_size)
+            case Sealed() if bond.table is not None and bond.attach.kind == "stream":
+                bond.table.sealed(record)
+            case Accepted() if bond.table is not None:
+                bond.table.accepted(record)
+            case WeightsReady() if bond.table is not None:
+                bond.table.manifest(record)
+            case Compared():
+                bond.compared[record.rank] = record
+                if len(bond.compared) == self.world_size:
+                    self._judge(bond)
+            case Committed() if bond.attach.kind == "whole":
+                self._loaded_whole(bond, record)
+            case TrainingFinished():
+                bond.finish = record
+                bond.finish_by_s = time.monotonic() + self._settings.detach_s
+            case Failed() if not bond.failed:
+                self._failed(bond, record.reason)
+
+    def _attach(self, record: Attach) -> None:
+        now = time.monotonic()
+        try:
+            admit(record, self.engine, self._bond, self._live, now)
+        except ProtocolError as error:
+            self._post_failed(record.attachment, str(error))
+            self._outbox.post(Detached(attachment=record.attachment, engine=self.engine))
+            return
+        if self._bond is None:
+            self._begin(record)
+            return
+        self._next = record
+        if not self._bond.is_over(now):
+            self._fail(self._bond, f"superseded by incarnation {record.incarnation}")
+        self._advance()
+
+    def _begin(self, record: Attach) -> None:
+        now = time.monotonic()
+        self._next = None
+        self._bond = Bond(record, heard_s=now, bind_by_s=now + self._settings.bind_s)
+
+    # ---- what follows; under the lock, from the follower or from the core's callbacks
+
+    def _advance(self) -> None:
+        bond = self._bond
+        if bond is None:
+            return
+        table = bond.table
+        if not bond.failed and table is not None and bond.attach.kind == "stream":
+            if bond.phase is Phase.BASE and table.is_ready(bond.attach.base_version):
+                bond.phase = Phase.COMPARING
+                self._compare(bond)
+            elif bond.phase is Phase.LIVE and (key := table.next_commit()) is not None:
+                self._commit(bond, table, key)
+        self._end_if_over(bond)
+
+    def _end_if_over(self, bond: Bond) -> None:
+        if not bond.is_over(time.monotonic()):
+            return
+        if not bond.failed and bond.finish is not None and (bond.table is None or bond.table.live < bond.finish.version):
+            logger.warning("the last version %d did not become live; %s", bond.finish.version, self._serving())
+        if bond.table is not None:
+            bond.table.close()
+            if not bond.table.is_drained:
+                return
+        self._outbox.post(Detached(attachment=bond.name, engine=self.engine))
+        self._bond = None
+        if self._next is not None:
+            self._begin(self._next)
+
+    def _compare(self, bond: Bond) -> None:
+        assert bond.table is not None
+        version = bond.attach.base_version
+        key = bond.table.next_commit()
+        assert key is not None and key.version == version, f"base version {version} is ready, next is {key}"
+        payload = {
+            "attachment": bond.name,
+            "incarnation": key.incarnation,
+            "version": version,
+            "attempt": key.attempt,
+        }
+
+        def done(replies: tuple[dict[str, Any], ...]) -> None:
+            with self._lock:
+                errors = [reply["error"] for reply in replies if reply["error"]]
+                if self._bond is not bond or bond.failed:
+                    return
+                if errors:
+                    self._fail(bond, "; ".join(errors))
+                    self._advance()
+                elif not all(reply["done"] for reply in replies):
+                    self._core.call_ranks("compare", payload, done)
+
+        self._core.call_ranks("compare", payload, done)
+
+    def _judge(self, bond: Bond) -> None:
+        """Every rank has compared the base version with its live weights."""
+        assert bond.table is not None
+        base, attach = bond.attach.base_version, bond.attach
+        differing = sum(record.differing for record in bond.compared.values())
+        if not differing and self._core.live_version() == base and not self._poisoned:
+            bond.table.skip_to(base)
+            self._live = (attach.incarnation, base)
+            self._attached(bond, replaced=False)
+            return
+        is_newer = self._live is not None and (attach.incarnation, base) > self._live
+        if differing and not is_newer and not self._poisoned:
+            bond.refuse_difference(self.engine)
+        bond.phase = Phase.REPLACING
+        key = bond.table.next_commit()
+        assert key is not None
+        self._commit(bond, bond.table, key)
+
+    def _attached(self, bond: Bond, *, replaced: bool) -> None:
+        bond.phase = Phase.LIVE
+        attach = bond.attach
+        logger.info("attachment %s is live at version %d", attach.attachment, attach.base_version)
+        self._outbox.post(
+            Attached(attachment=attach.attachment, engine=self.engine, version=attach.base_version, replaced=replaced)
+        )
+
+    def _commit(self, bond: Bond, table: CommitTable, key: Key) -> None:
+        table.start(key)
+        bond.commit_by_s = time.monotonic() + self._settings.commit_s
+        request = CommitRequest(bond.name, key.incarnation, key.version, key.attempt)
+
+        def done(replies: tuple[RankCommit, ...]) -> None:
+            with self._lock:
+                self._committed(bond, table, key, replies)
+
+        self._core.commit(request, done)
+
+    def _committed(self, bond: Bond, table: CommitTable, key: Key, replies: tuple[RankCommit, ...]) -> None:
+        bond.commit_by_s = NEVER
+        errors = [f"rank {reply.rank}: {reply.error}" for reply in replies if not reply.ok]
+        if len(replies) != self.world_size:
+            errors.append(f"{len(replies)} of {self.world_size} ranks replied")
+        overtaken = table.finish(ok=not errors)
+        if overtaken:
+            logger.info("version %d overtook %s", key.version, overtaken)
+        self._live = (key.incarnation, key.version)
+        self._poisoned = bool(errors)
+        if errors:
+            self._poison(bond, key, "; ".join(errors))
+        else:
+            self._outbox.post(
+                Committed(
+                    attachment=bond.name,
+                    incarnation=key.incarnation,
+                    version=key.version,
+                    ranks=replies,
+                    visible_unix_s=time.time(),
+                )
+            )
+            if bond.phase is Phase.REPLACING:
+                self._attached(bond, replaced=True)
+        self._advance()
+
+    def _poison(self, bond: Bond, key: Key, errors: str) -> None:
+        reason = f"commit of version {key.version} failed twice ({errors}); the next version is taken whole"
+        logger.error("engine %s is poisoned: %s", self.engine, reason)
+        self._core.poison(reason)
+        self._outbox.post(Poisoned(engine=self.engine, version=key.version, reason=reason))
+        if bond.phase is Phase.REPLACING:
+            self._fail(bond, f"engine {self.engine} could not take the base version: {errors}")
+
+    def _loaded_whole(self, bond: Bond, record: Committed) -> None:
+        """The host paused, loaded and resumed; the version is live on every rank."""
+        if bond.table is None or record.version <= bond.table.live:
+            return
+        bond.table.skip_to(record.version)
+        self._live = (record.incarnation, record.version)
+        self._poisoned = False
+        if bond.phase is Phase.BASE:
+            self._attached(bond, replaced=True)
+
+    # ---- deadlines
+
+    def _tick(self) -> None:
+        with self._lock:
+            bond, now = self._bond, time.monotonic()
+            if bond is None:
+                return
+            if not bond.failed and (late := bond.late(now, self._settings)):
+                self._fail(bond, late)
+            self._advance()
+
+    def _fail(self, bond: Bond, reason: str) -> None:
+        if not bond.failed:
+            self._post_failed(bond.name, reason)
+            self._failed(bond, reason)
+
+    def _failed(self, bond: Bond, reason: str) -> None:
+        bond.failed = reason
+        logger.warning("attachment %s ended: %s; %s", bond.name, reason, self._serving())
+
+    def _post_failed(self, attachment: str, reason: str) -> None:
+        self._outbox.post(Failed(attachment=attachment, side="core", rank=-1, reason=reason))
+
+    def _lost(self, reason: str) -> None:
+        with self._lock:
+            logger.error("coordinator of engine %s: %s; %s", self.engine, reason, self._serving())
+            if self._bond is not None:
+                self._fail(self._bond, reason)
+
+    def _serving(self) -> str:
+        return f"version {self._core.live_version()} keeps serving"

@@ -1,0 +1,149 @@
+"""The lanes of one attachment on one engine rank: one receiving thread each, all feeding one sink."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from megastream.engine.settings import EngineSettings
+from megastream.plan.types import Plan
+from megastream.protocol.header import PieceHeader
+from megastream.protocol.lane import LaneAddress, LaneCounters, LaneError, ReceiveLane
+from megastream.protocol.staging import PieceRefused
+
+logger = logging.getLogger(__name__)
+
+
+class LaneReceiver(Protocol):
+    """A transport's receiving end on one engine rank; makes one lane per trainer rank."""
+
+    def address(self, source: int) -> LaneAddress:
+        """A fresh address for the next lane from this trainer rank."""
+
+    def accept(self, source: int, deadline_s: float) -> ReceiveLane:
+        """Waits until the trainer rank has connected to the last address made for it."""
+
+
+class Sink(Protocol):
+    """Where pieces go. Called by several lanes' threads at once."""
+
+    def admit(self, header: PieceHeader, source: int) -> bool:
+        """Blocks until there is room. False: receive and throw away. PieceRefused by name."""
+
+    def write(self, header: PieceHeader, payload: torch.Tensor) -> None:
+        """The bytes of an admitted piece are here and their checksum held."""
+
+    def lost(self, header: PieceHeader) -> None:
+        """The bytes of an admitted piece did not come."""
+
+    def settle(self, header: PieceHeader) -> None:
+        """The piece is acknowledged. May take long: prepares a version that is complete."""
+
+
+class Inlet:
+    """Opens lanes and receives until the trainer closes them. The first lane that breaks calls `failed` with why."""
+
+    def __init__(
+        self,
+        receiver: LaneReceiver,
+        plan: Plan,
+        rank: int,
+        sink: Sink,
+        settings: EngineSettings,
+        failed: Callable[[str], None],
+    ) -> None:
+        self._receiver, self._sink, self._settings, self._failed = receiver, sink, settings, failed
+        self._who = f"engine rank {rank}"
+        self._most_bytes: dict[int, int] = {}
+        for piece in plan.by_target.get(rank, ()):
+            self._most_bytes[piece.source] = max(piece.num_bytes, self._most_bytes.get(piece.source, 0))
+        self._lock = threading.Lock()
+        self._lanes: dict[int, ReceiveLane] = {}
+        self._aborted = False
+        self._threads: list[threading.Thread] = []
+        self.counters: dict[int, LaneCounters] = {}
+
+    @property
+    def sources(self) -> Iterable[int]:
+        """Trainer ranks that send to this rank."""
+        return self._most_bytes
+
+    def addresses(self) -> dict[int, LaneAddress]:
+        """One address per source, for the Bound record."""
+        return {source: self._receiver.address(source) for source in self.sources}
+
+    def open(self) -> None:
+        """Starts the receiving threads. Returns at once."""
+        for source in self.sources:
+            thread = threading.Thread(
+                target=self._run, args=(source,), name=f"megastream-lane-{source}-{self._who}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def abort(self) -> None:
+        """Unblocks every thread. Any thread may call it; nothing is reported as failed afterwards."""
+        with self._lock:
+            self._aborted = True
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.abort()
+
+    def join(self, deadline_s: float) -> None:
+        """Waits until every lane is closed, at most so long for each."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(deadline_s)
+
+    def _run(self, source: int) -> None:
+        lane: ReceiveLane | None = None
+        try:
+            lane = self._receiver.accept(source, self._settings.bind_s)
+            if not self._adopt(source, lane):
+                return
+            scratch = torch.empty(self._most_bytes[source], dtype=torch.uint8)
+            while (header := lane.receive_header(self._settings.liveness_s)) is not None:
+                self._receive(lane, source, header, scratch)
+        except (RuntimeError, ValueError) as error:  # LaneError, PieceRefused, LiveModelError, torch
+            if not self._aborted:
+                logger.warning("%s: lane from trainer rank %d broke: %s", self._who, source, error)
+                self._failed(str(error))
+        finally:
+            if lane is not None:
+                lane.close()
+
+    def _adopt(self, source: int, lane: ReceiveLane) -> bool:
+        with self._lock:
+            self._lanes[source] = lane
+            self.counters[source] = lane.counters
+            return not self._aborted
+
+    def _receive(self, lane: ReceiveLane, source: int, header: PieceHeader, scratch: torch.Tensor) -> None:
+        try:
+            admitted = self._sink.admit(header, source)
+        except PieceRefused as refusal:
+            self._refuse(lane, header, scratch, refusal)
+            raise
+        try:
+            lane.receive_payload(header, scratch, self._settings.transfer_s)
+        except LaneError as error:
+            if admitted:
+                self._sink.lost(header)
+            if not self._aborted:
+                lane.acknowledge(header, str(error))
+            raise
+        if admitted:
+            self._sink.write(header, scratch)
+        lane.acknowledge(header)
+        if admitted:
+            self._sink.settle(header)
+
+    def _refuse(self, lane: ReceiveLane, header: PieceHeader, scratch: torch.Tensor, refusal: PieceRefused) -> None:
+        """Answers with the reason. The payload is taken off the lane first, when it can be one of this lane's."""
+        if header.kind == "piece" and 0 <= header.num_bytes <= len(scratch):
+            lane.receive_payload(header, scratch, self._settings.transfer_s)
+        lane.acknowledge(header, str(refusal))
