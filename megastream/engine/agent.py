@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -83,7 +83,11 @@ class RankAgent:
 
         A model that cannot be patched in place still starts: it is refused by name when a trainer attaches.
         """
-        for kind, describe in (("stream", self._live.describe), ("whole", self._live.describe_whole)):
+        describers: dict[PlanKind, Callable[[], RankLayout]] = {
+            "stream": self._live.describe,
+            "whole": self._live.describe_whole,
+        }
+        for kind, describe in describers.items():
             try:
                 self._layouts[kind] = describe()
             except LiveModelError as error:

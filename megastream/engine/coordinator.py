@@ -149,7 +149,11 @@ class Coordinator:
     def _end_if_over(self, bond: Bond) -> None:
         if not bond.is_over(time.monotonic()):
             return
-        if not bond.failed and bond.finish is not None and (bond.table is None or bond.table.live < bond.finish.version):
+        if (
+            not bond.failed
+            and bond.finish is not None
+            and (bond.table is None or bond.table.live < bond.finish.version)
+        ):
             logger.warning("the last version %d did not become live; %s", bond.finish.version, self._serving())
         if bond.table is not None:
             bond.table.close()
@@ -165,12 +169,7 @@ class Coordinator:
         version = bond.attach.base_version
         key = bond.table.next_commit()
         assert key is not None and key.version == version, f"base version {version} is ready, next is {key}"
-        payload = {
-            "attachment": bond.name,
-            "incarnation": key.incarnation,
-            "version": version,
-            "attempt": key.attempt,
-        }
+        payload = {"attachment": bond.name, **key._asdict()}
 
         def done(replies: tuple[dict[str, Any], ...]) -> None:
             with self._lock:

@@ -91,8 +91,9 @@ class StreamSink:
         with self._changed:
             self._table.accepted(version, attempt)
 
-    def end(self) -> None:
+    def end(self, reason: str) -> None:
         """No further piece is taken; complete versions stay until the sink is dropped."""
+        del reason  # nobody waits here for what the end could explain: a lane's thread meets its own error
         with self._changed:
             self._table.end()
             self._changed.notify_all()
