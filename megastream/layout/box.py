@@ -42,6 +42,8 @@ class Box:
         common = self.intersect(other)
         if common is None:
             return (self,)
+        if common == self:
+            return ()
         rest: list[Box] = []
         lo, hi = list(self.lo), list(self.hi)
         for dim in range(len(lo)):

@@ -69,8 +69,8 @@ def trainer_rank_layout(
         window = _window(param, windows)
         for region in placed.regions:
             tensors[region.tensor.name] = region.tensor
-            for box in window:
-                part = region.within(box)
+            parts = [region] if window is None else [region.within(box) for box in window]
+            for part in parts:
                 if part is not None:
                     shards.append(region_shard(part, param.shape, rank=rank, buffer=param.buffer, base=param.offset))
     return RankLayout(
@@ -110,11 +110,11 @@ def _check_inside(param: TrainerParam, buffers: Mapping[str, BufferSpec], rank: 
         )
 
 
-def _window(param: TrainerParam, owned: Mapping[str, tuple[int, int]] | None) -> tuple[Box, ...]:
-    """The boxes of the parameter, in its own coordinates, that this rank owns."""
-    size = prod(param.shape)
+def _window(param: TrainerParam, owned: Mapping[str, tuple[int, int]] | None) -> tuple[Box, ...] | None:
+    """The boxes of the parameter, in its own coordinates, that this rank owns; None: all of it."""
     if owned is None:
-        return flat_boxes(param.shape, 0, size)
+        return None
+    size = prod(param.shape)
     start, stop = owned.get(param.buffer, (0, 0))
     lo, hi = max(start - param.offset, 0), min(stop - param.offset, size)
     return flat_boxes(param.shape, lo, hi) if lo < hi else ()
