@@ -1,0 +1,211 @@
+"""MegatronAdapter: what the rest of megastream sees of a megatron-core trainer. One per trainer rank."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from megastream.families.family import Family
+from megastream.families.types import ModelShape
+from megastream.layout.shard import BufferSpec, RankLayout, Shard
+from megastream.layout.trainer import TrainerParam, trainer_rank_layout
+from megastream.trainer import compat
+from megastream.trainer.buckets import BUCKET_ELEMENTS, cut
+from megastream.trainer.finality import Finality, make_stepper
+from megastream.trainer.stepper import OnFinal, Stepper
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)$")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+# TransformerEngine fuses a norm into the linear behind it.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+class MegatronAdapter:
+    """Names, buckets, layout and steps of this rank's model chunks.
+
+    `chunks` are megatron DDP chunks, one per virtual stage, `optimizer` the chained distributed optimizer over them.
+    UnsupportedTrainer names a version or a setting under which it is not known when a weight is final.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        family: Family,
+        shape: ModelShape,
+        *,
+        bucket_elements: int = BUCKET_ELEMENTS,
+    ) -> None:
+        self.library = f"megatron-core {compat.check_version()}"
+        compat.install()
+        compat.refuse_unsupported(chunks, optimizer)
+        self._chunks, self._optimizer, self._family, self._shape = chunks, optimizer, family, shape
+        self._buckets = cut(chunks, optimizer, bucket_elements)
+        self._coords = mesh_coords()
+        self._names = {
+            param: name
+            for chunk in chunks
+            for name, param in _canonical_params(chunk, shape.num_experts // self._coords["ep_size"], self._coords)
+        }
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Bucket name -> flat live tensor in model dtype, in the order in which buckets become final."""
+        return {bucket.name: bucket.data for bucket in self._buckets}
+
+    def describe(self) -> RankLayout:
+        """This rank's layout. No communication. ValueError names a parameter that the family has no rule for."""
+        params = [
+            TrainerParam(self._names[param], tuple(param.shape), bucket.name, offset)
+            for bucket in self._buckets
+            for param, offset in bucket.params
+        ]
+        buffers = [BufferSpec(b.name, b.data.numel(), str(b.data.dtype).removeprefix("torch.")) for b in self._buckets]
+        return trainer_rank_layout(
+            self._family,
+            self._shape,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            coords=self._coords,
+            params=tuple(params),
+            buffers=tuple(buffers),
+        )
+
+    def stepper(self, finality: Finality, on_final: OnFinal) -> Stepper:
+        """What replaces `optimizer.step()`; it calls `on_final(bucket name)` on this rank for every bucket."""
+        return make_stepper(finality, self._optimizer, self._buckets, on_final)
+
+    @torch.no_grad()
+    def load_hf(self, folder: str | Path) -> None:
+        """Loads this rank's part of a Hugging Face checkpoint (safetensors), and resets the fp32 masters to it.
+
+        Every rank calls it; each reads only its own boxes, and nothing is communicated. Moments are left as they are,
+        so call it before the first step. ValueError names a tensor that is missing, of another shape, or a parameter
+        that the checkpoint does not fill.
+        """
+        compat.install()
+        buffers, layout = self.buffers, self.describe()
+        with _Checkpoint(Path(folder)) as checkpoint:
+            for shard in layout.shards:
+                target = buffers[shard.buffer].as_strided(
+                    shard.box.shape, shard.strides, buffers[shard.buffer].storage_offset() + shard.offset
+                )
+                target.copy_(checkpoint.read(shard))
+        filled = sum(shard.box.volume for shard in layout.shards)
+        needed = sum(param.numel() - self._padding(param) for bucket in self._buckets for param, _ in bucket.params)
+        if filled != needed:
+            raise ValueError(f"rank {layout.rank}: {folder} fills {filled} of {needed} parameter elements")
+        # Without this the next step would write the old masters back over what was just loaded.
+        self._optimizer.reload_model_params()
+
+    def _padding(self, param: torch.nn.Parameter) -> int:
+        """Elements of vocabulary rows that only fill up this rank's part; no checkpoint knows them."""
+        if self._names[param] not in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            return 0
+        rows, hidden = param.shape
+        real_rows = min(max(self._shape.vocab - self._coords["tp"] * rows, 0), rows)
+        return int((rows - real_rows) * hidden)
+
+    def save_raw(self, folder: str | Path) -> Path:
+        """Writes this rank's parameters as megatron holds them, under canonical names, to `rank<r>.safetensors`.
+
+        Metadata: `rank`, `world_size`, `coords` (JSON). An oracle can rebuild the model from these files without our
+        layout code. Every rank calls it; nothing is communicated.
+        """
+        rank = dist.get_rank()
+        path = Path(folder) / f"rank{rank}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: param.detach().cpu().contiguous().clone() for param, name in self._names.items()}
+        metadata = {"rank": str(rank), "world_size": str(dist.get_world_size()), "coords": json.dumps(self._coords)}
+        partial = path.with_suffix(".partial")
+        save_file(tensors, partial, metadata=metadata)
+        partial.replace(path)
+        return path
+
+
+def mesh_coords() -> dict[str, int]:
+    """This rank's place and the sizes of all axes in megatron's mesh: tp, tp_size, etp, ..., dp, edp (expert DP)."""
+    from megatron.core import parallel_state as mesh
+
+    axes = {
+        "tp": (mesh.get_tensor_model_parallel_rank(), mesh.get_tensor_model_parallel_world_size()),
+        "etp": (mesh.get_expert_tensor_parallel_rank(), mesh.get_expert_tensor_parallel_world_size()),
+        "pp": (mesh.get_pipeline_model_parallel_rank(), mesh.get_pipeline_model_parallel_world_size()),
+        "ep": (mesh.get_expert_model_parallel_rank(), mesh.get_expert_model_parallel_world_size()),
+        "dp": (mesh.get_data_parallel_rank(), mesh.get_data_parallel_world_size()),
+        "edp": (mesh.get_expert_data_parallel_rank(), mesh.get_expert_data_parallel_world_size()),
+    }
+    return {key: value for axis, (at, size) in axes.items() for key, value in ((axis, at), (f"{axis}_size", size))}
+
+
+def _canonical_params(
+    chunk: Any, experts_per_rank: int, coords: dict[str, int]
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(canonical name, parameter): no `module.` prefix, global layer and expert numbers, names of the local spec."""
+    layers = {
+        match[0]: f"decoder.layers.{module.layer_number - 1}"
+        for name, module in chunk.named_modules()
+        if (match := _LAYER.search(name))
+    }
+    first_expert = coords["ep"] * experts_per_rank
+    for name, param in chunk.named_parameters():
+        name = re.sub(r"^(module\.)+", "", name)
+        local = re.match(r"(decoder\.layers\.\d+)\.(.*)", name)
+        if local is not None:
+            name = f"{layers[local[1]]}.{_inside_layer(local[2], first_expert)}"
+        yield name, param
+
+
+def _inside_layer(name: str, first_expert: int) -> str:
+    if match := _LOCAL_EXPERT.match(name):
+        expert, linear = int(match[1]), match[2]
+    elif match := _GROUPED_EXPERT.match(name):
+        expert, linear = int(match[2]), match[1]
+    else:
+        return _FUSED_NORMS.get(name, name)
+    return f"mlp.experts.local_experts.{first_expert + expert}.{linear}.weight"
+
+
+class _Checkpoint:
+    """Reads boxes of tensors from all safetensors files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ValueError(f"{folder} holds no *.safetensors file; give the folder of a Hugging Face checkpoint")
+        self._folder, self._paths = folder, paths
+        self._files: list[Any] = []
+        self._where: dict[str, Any] = {}
+
+    def __enter__(self) -> _Checkpoint:
+        for path in self._paths:
+            file: Any = safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+            self._files.append(file)
+            self._where |= dict.fromkeys(file.keys(), file)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for file in self._files:
+            file.__exit__(*error)
+
+    def read(self, shard: Shard) -> torch.Tensor:
+        if shard.tensor not in self._where:
+            raise ValueError(f"{self._folder} has no tensor {shard.tensor}, which rank {shard.rank} trains")
+        piece = self._where[shard.tensor].get_slice(shard.tensor)
+        box, shape = shard.box, tuple(piece.get_shape())
+        if len(shape) != len(box.hi) or any(high > size for high, size in zip(box.hi, shape, strict=True)):
+            raise ValueError(f"{shard.tensor} in {self._folder} has shape {shape}; the model needs up to {box.hi}")
+        region: torch.Tensor = piece[tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))]
+        return region

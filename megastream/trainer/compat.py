@@ -1,0 +1,295 @@
+"""Everything that depends on one megatron-core version: the supported range, the CPU shims, its private attributes.
+
+No other file of this package touches an attribute of megatron-core that its documentation does not name. Written
+against 0.16.1 and 0.19.2. The module must be imported before `megatron.core`, because megatron binds
+`torch.compile` while it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+MEGATRON_CORE_MIN = "0.16.1"
+MEGATRON_CORE_BELOW = "0.20"
+"""The range of versions.env, which an installed package does not carry; a test holds the two equal."""
+
+_ON_CUDA = torch.cuda.is_available()
+if not _ON_CUDA:
+    # Read when torch._dynamo is imported; without it every fused helper of megatron waits for a C++ compiler.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+_thread = threading.local()
+
+
+class UnsupportedTrainer(ValueError):
+    """A library version or a trainer setting that this package was not written for. Says which ones it was."""
+
+
+def check_version(installed: str | None = None) -> str:
+    """The installed megatron-core version; UnsupportedTrainer with the supported range when it lies outside."""
+    if installed is None:
+        try:
+            installed = metadata.version("megatron-core")
+        except metadata.PackageNotFoundError as error:
+            raise UnsupportedTrainer(f"megatron-core is not installed; {_range()}") from error
+    if not _numbers(MEGATRON_CORE_MIN) <= _numbers(installed) < _numbers(MEGATRON_CORE_BELOW):
+        raise UnsupportedTrainer(f"megatron-core {installed} is not supported; {_range()}")
+    return installed
+
+
+def _range() -> str:
+    return f"install a version >= {MEGATRON_CORE_MIN} and < {MEGATRON_CORE_BELOW}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(0, 16, 1) for "0.16.1rc0+local": a candidate counts as its release."""
+    numbers = []
+    for part in version.split("+")[0].split(".")[:3]:
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers + [0] * (3 - len(numbers)))
+
+
+# ---- shims -----------------------------------------------------------------------------------------------------
+
+
+def install() -> str:
+    """Checks the version, makes megatron-core run on this machine, returns the device type "cpu" or "cuda".
+
+    Call it on every thread that runs megatron code, before the first megatron object is made. Idempotent.
+    """
+    check_version()
+    _define_te_general_gemm()
+    if _ON_CUDA:
+        return "cuda"
+    _install_on_cpu()
+    if not getattr(_thread, "mode", None):
+        _thread.mode = _CudaMeansCpu()
+        _thread.mode.__enter__()
+    return "cpu"
+
+
+def _define_te_general_gemm() -> None:
+    """0.16 without TransformerEngine, on GPU too: a failed import leaves the name undefined (moe_utils.py:1192)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _install_on_cpu() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    cpu, stream = torch.device("cpu"), _NullStream()
+    # Buffers, point-to-point receives, tensor-parallel mappings and the router ask for the current device.
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    # The alltoall dispatcher, and from 0.19 on every gradient reduction, orders streams.
+    torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment,return-value]
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
+    token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_on_cpu
+    # fork() becomes a null context: exact as long as dropout is 0, which `model` enforces.
+    megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
+    # Activation recompute saves the CUDA generator's state; here there is none.
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: None
+    megatron_random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+def _split_sizes_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's helper leaves CPU tensors alone, and torch.distributed then refuses them as split sizes."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+class _NullStream:
+    """Stands for the compute stream, for the dispatcher's copy stream and for its event."""
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _NullStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """On the thread that entered it: device "cuda" is the CPU, and a tensor's type name says `torch.cuda.*`.
+
+    Megatron's optimizer tells fp32 from bf16 masters by type names and makes its scalars on "cuda".
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+
+# ---- private attributes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DdpBucket:
+    """One param/grad bucket of megatron's DDP. `data` is flat, in model dtype; `params` are (param, start, end).
+
+    Rank r of `group` owns the r-th of `group.size()` equal slices of `data`: it steps them, and its bytes are final
+    before everybody else's.
+    """
+
+    name: str
+    data: torch.Tensor
+    params: tuple[tuple[torch.nn.Parameter, int, int], ...]
+    group: torch.distributed.ProcessGroup
+
+
+@dataclass(frozen=True)
+class MainShard:
+    """What this rank's optimizer holds of one parameter: fp32 `main` is elements [start, end) of the DDP bucket.
+
+    `member` is the DistributedOptimizer it belongs to, `group` an entry of the inner optimizer's param_groups.
+    """
+
+    param: torch.nn.Parameter
+    main: torch.Tensor
+    start: int
+    end: int
+    member: Any
+    group: dict[str, Any]
+
+
+def ddp_buckets(chunks: Sequence[Any]) -> Iterator[DdpBucket]:
+    """All buckets of this rank, in an order that is the same on all ranks of a bucket's group."""
+    for number, chunk in enumerate(chunks):
+        for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
+            for index, buffer in enumerate(buffers):
+                for bucket in buffer.buckets:
+                    name = f"c{number}.{kind}{index}.b{bucket.bucket_id}"
+                    yield _ddp_bucket(name, buffer, bucket)
+
+
+def _ddp_bucket(name: str, buffer: Any, bucket: Any) -> DdpBucket:
+    # bucket.param_to_index leaves the padding out in 0.16; the buffer's own map is right in every version.
+    spans = [(param, *buffer.param_index_map[param][:2]) for param in bucket.params_list]
+    params = sorted(((p, start - bucket.offset, end - bucket.offset) for p, start, end in spans), key=lambda s: s[1])
+    return DdpBucket(name, bucket.param_data, tuple(params), buffer.data_parallel_group)
+
+
+def members(optimizer: Any) -> list[Any]:
+    """The DistributedOptimizers of a chain (dense, experts) that hold parameters on this rank."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [member for member in chained if not getattr(member, "is_stub_optimizer", False)]
+
+
+def main_shards(optimizer: Any) -> Iterator[MainShard]:
+    """Every shard that this rank steps."""
+    for member in members(optimizer):
+        columns = (
+            member.optimizer.param_groups,
+            member.model_fp32_groups,
+            member.shard_fp32_groups,
+            member.model_float16_groups,
+            member.shard_fp32_from_float16_groups,
+        )
+        for group, model32, shard32, model16, shard16 in zip(*columns, strict=True):
+            for param, main in (*zip(model32, shard32, strict=True), *zip(model16, shard16, strict=True)):
+                span = member._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+                yield MainShard(param, main, span.start, span.end, member, group)
+
+
+def clip(member: Any, mains: list[torch.Tensor], norm: float) -> None:
+    """Scales the gradients of these masters in place, as `ChainedOptimizer.step` does for all of the member's."""
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    if member.config.clip_grad > 0.0:
+        clip_grad_by_total_norm_fp32(mains, max_norm=member.config.clip_grad, total_norm=norm)
+
+
+class SplitStep:
+    """One step of the inner optimizers, taken subset by subset. Adam is elementwise, so the split changes no bit.
+
+    TransformerEngine's and apex's FusedAdam count `step` in the group: every subset starts from the group's own value,
+    and `finish` writes the advanced value back once. torch's AdamW counts per parameter.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._members = members(optimizer)
+        self._advanced: dict[int, dict[str, Any]] = {}
+
+    def step(self, member: Any, shards: Sequence[MainShard]) -> None:
+        """Steps these shards of one member; their gradients are in `main.grad`."""
+        subsets: dict[int, dict[str, Any]] = {}
+        for shard in shards:
+            subset = subsets.setdefault(id(shard.group), {**shard.group, "params": []})
+            subset["params"].append(shard.main)
+        _step_groups(member.optimizer, list(subsets.values()))
+        self._advanced.update(subsets)
+
+    def finish(self) -> None:
+        """Brings the groups to where a stock step leaves them; one that is empty on this rank is stepped as it is."""
+        for member in self._members:
+            for group in member.optimizer.param_groups:
+                advanced = self._advanced.get(id(group))
+                if advanced is None:
+                    advanced = {**group, "params": []}
+                    _step_groups(member.optimizer, [advanced])
+                group.update({key: value for key, value in advanced.items() if key != "params"})
+
+
+def _step_groups(inner: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    whole, inner.param_groups = inner.param_groups, groups
+    try:
+        inner.step()
+    finally:
+        inner.param_groups = whole
+
+
+_NOT_BY_BUCKET = (
+    ("fp16", "whether a step counts is known only after all gradients were unscaled"),
+    ("loss_scale", "whether a step counts is known only after all gradients were unscaled"),
+    ("use_precision_aware_optimizer", "its fp32 masters live inside the fused optimizer"),
+    ("optimizer_cpu_offload", "its masters move between devices inside the step"),
+    ("overlap_param_gather_with_optimizer_step", "weights would still arrive after the step"),
+    ("reuse_grad_buf_for_mxfp8_param_ag", "a bucket's bytes would not be the weights"),
+)
+_NOT_BY_DDP = (
+    ("overlap_param_gather", "weights would still arrive during the next forward"),
+    ("use_megatron_fsdp", "its parameters are sharded in another way"),
+    ("fp8_param_gather", "a bucket's bytes would not be the weights"),
+)
+
+
+def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
+    """UnsupportedTrainer names the setting of the optimizer or of DDP under which finality is not known."""
+    for owner, config, table in (
+        ("OptimizerConfig", optimizer.config, _NOT_BY_BUCKET),
+        ("DistributedDataParallelConfig", chunks[0].ddp_config, _NOT_BY_DDP),
+    ):
+        for name, reason in table:
+            if value := getattr(config, name, None):
+                raise UnsupportedTrainer(f"{owner}.{name}={value} is not supported: {reason}; switch it off")
+    instances = chunks[0].ddp_config.num_distributed_optimizer_instances
+    if instances != 1:
+        raise UnsupportedTrainer(f"num_distributed_optimizer_instances={instances} is not supported; set it to 1")
+    if not chunks[0].ddp_config.use_distributed_optimizer:
+        raise UnsupportedTrainer("the distributed optimizer is required; set use_distributed_optimizer=True")
+
+
+def has_transformer_engine() -> bool:
+    """Whether megatron-core can use TransformerEngine here (never on a CPU)."""
+    from megatron.core.extensions import transformer_engine
+
+    return _ON_CUDA and bool(getattr(transformer_engine, "HAVE_TE", False))

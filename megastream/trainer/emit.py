@@ -1,0 +1,277 @@
+"""The emitter: final buckets go out as pieces while the trainer steps the next ones.
+
+One thread per rank packs the pieces of a final bucket into bounded slots, one thread per lane sends them. The training
+thread only says which bucket is final; it waits in `wait_packed` before it changes weights again (leases), and in
+`drain` until the engine has acknowledged everything.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+
+import torch
+import xxhash
+
+from megastream.plan.types import Piece, Plan
+from megastream.protocol.header import PieceHeader
+from megastream.protocol.lane import SendLane
+from megastream.trainer.pack import Packer
+
+MakeHeader = Callable[[Piece, int, int, int], PieceHeader]
+"""(piece, version, attempt, checksum) -> header."""
+
+
+class EmitError(RuntimeError):
+    """Pieces cannot go out: a lane failed, a deadline passed, or calls came in the wrong order."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmitReport:
+    """What left this rank for one (version, attempt). `wire_bytes` is payload plus headers, counted at the transport.
+
+    `wait_s` is the time the packing thread waited for a free slot (backpressure).
+    """
+
+    version: int
+    attempt: int
+    pieces: int
+    payload_bytes: int
+    wire_bytes: int
+    elements: int
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A packed piece on its way to a lane."""
+
+    piece: Piece
+    header: PieceHeader
+    slot: torch.Tensor
+
+
+class Emitter:
+    """Emits this rank's pieces. All methods are called by the training thread, on every trainer rank.
+
+    `buffers` are live tensors by bucket name; `lanes` has one lane per engine rank that this rank sends to. With
+    nothing to send for this rank every call is a no-op and the report is zero.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        buffers: Mapping[str, torch.Tensor],
+        lanes: Mapping[int, SendLane],
+        make_header: MakeHeader,
+        *,
+        slots_per_target: int,
+        deadline_s: float,
+    ) -> None:
+        self._rank, self._buffers, self._lanes = rank, buffers, dict(lanes)
+        self._make_header, self._deadline_s = make_header, deadline_s
+        self._pieces = _by_buffer(plan.by_source.get(rank, ()), buffers, self._lanes, rank)
+        self._slots_per_target = slots_per_target
+        self._condition = threading.Condition()
+        self._version, self._attempt = -1, -1
+        self._leases: set[str] = set()
+        self._missing: set[str] = set()
+        self._unacknowledged: dict[int, int] = {}
+        self._packing = ""
+        self._wait_s = 0.0
+        self._wire_before = 0
+        self._error: BaseException | None = None
+        self._closing = False
+        self._final: queue.SimpleQueue[tuple[str, torch.cuda.Event | None] | None] = queue.SimpleQueue()
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._outgoing: dict[int, queue.SimpleQueue[_Filled | None]] = {t: queue.SimpleQueue() for t in self._lanes}
+        self._start_threads()
+
+    # ---- the training thread's calls ---------------------------------------------------------------------------
+
+    def begin(self, version: int, attempt: int) -> None:
+        """Opens (version, attempt). EmitError when the previous one is under way but not drained, or a thread failed.
+
+        One whose step was skipped, so that no bucket of it became final, is simply replaced.
+        """
+        with self._condition:
+            self._raise_error()
+            left = sum(self._unacknowledged.values())
+            if left and self._missing != set(self._pieces):
+                raise EmitError(f"rank {self._rank}: version {self._version} still has {left} pieces out; drain first")
+            self._unacknowledged = {}
+            self._version, self._attempt, self._wait_s = version, attempt, 0.0
+            self._wire_before = self._wire_bytes()
+            self._missing = set(self._pieces)
+            for pieces in self._pieces.values():
+                for piece in pieces:
+                    self._unacknowledged[piece.target] = self._unacknowledged.get(piece.target, 0) + 1
+
+    def final(self, buffer_name: str) -> None:
+        """The bucket's bytes are final and stay as they are until `wait_packed` returns. Returns at once.
+
+        A bucket without pieces is ignored. A failed thread is reported by the next begin, wait_packed or drain.
+        """
+        if buffer_name not in self._pieces:
+            return
+        with self._condition:
+            if buffer_name not in self._missing:
+                raise EmitError(f"rank {self._rank}: {buffer_name} is final twice, or before begin")
+            self._missing.remove(buffer_name)
+            self._leases.add(buffer_name)
+        event = None
+        if self._buffers[buffer_name].is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._final.put((buffer_name, event))
+
+    def wait_packed(self, deadline_s: float | None = None) -> None:
+        """Blocks until no bucket is leased: every final one lies packed in slots, so weights may change again."""
+        self._wait(lambda: not self._leases, deadline_s, "wait_packed")
+
+    def drain(self, deadline_s: float | None = None) -> EmitReport:
+        """Blocks until the engine acknowledged every piece of the open version; the report counts them."""
+        self._wait(lambda: not any(self._unacknowledged.values()), deadline_s, "drain")
+        pieces = [piece for group in self._pieces.values() for piece in group]
+        return EmitReport(
+            self._version,
+            self._attempt,
+            pieces=len(pieces),
+            payload_bytes=sum(piece.num_bytes for piece in pieces),
+            wire_bytes=self._wire_bytes() - self._wire_before,
+            elements=sum(piece.num_elements for piece in pieces),
+            wait_s=self._wait_s,
+        )
+
+    def close(self) -> None:
+        """Ends all threads and closes the lanes, whatever happened before. Blocks for one send at most. Idempotent."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        self._final.put(None)
+        for outgoing in self._outgoing.values():
+            outgoing.put(None)
+        for thread in self._threads:
+            thread.join()
+        for lane in self._lanes.values():
+            lane.close()
+
+    # ---- threads -----------------------------------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        works: dict[str, Callable[[], None]] = {f"emit-pack-{self._rank}": self._pack_all}
+        for target in self._lanes:
+            works[f"emit-send-{self._rank}-{target}"] = partial(self._send_all, target)
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True) for name, work in works.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Runs a thread's loop; whatever it raises is kept for the training thread."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  a thread has nobody else to tell
+            with self._condition:
+                self._error = self._error or error
+                self._condition.notify_all()
+
+    def _pack_all(self) -> None:
+        pieces = [piece for group in self._pieces.values() for piece in group]
+        largest = {
+            target: max((p.num_bytes for p in pieces if p.target == target), default=0) for target in self._lanes
+        }
+        device = next((self._buffers[name].device for name in self._pieces), torch.device("cpu"))
+        packer = Packer(device, max(largest.values(), default=0))
+        with self._condition:
+            for target, num_bytes in largest.items():
+                self._free[target] = [packer.new_slot(num_bytes) for _ in range(self._slots_per_target)]
+        while (entry := self._final.get()) is not None:
+            name, event = entry
+            for piece in self._pieces[name]:
+                slot = self._take_slot(piece)
+                if slot is None:
+                    return
+                packer.fill(piece, self._buffers[name], event, slot)
+                checksum = xxhash.xxh3_64_intdigest(slot[: piece.num_bytes].numpy().data)
+                header = self._make_header(piece, self._version, self._attempt, checksum)
+                self._outgoing[piece.target].put(_Filled(piece, header, slot))
+            with self._condition:
+                self._leases.discard(name)
+                self._condition.notify_all()
+
+    def _take_slot(self, piece: Piece) -> torch.Tensor | None:
+        """A free slot of the piece's target; None when the emitter ends."""
+        started = monotonic()
+        with self._condition:
+            self._packing = f"{piece.source_buffer} (unit {piece.unit}) to engine rank {piece.target}"
+            free = self._free[piece.target]
+            self._condition.wait_for(lambda: free or self._closing or self._error, self._deadline_s)
+            self._wait_s += monotonic() - started
+            if self._closing or self._error:
+                return None
+            if not free:
+                raise EmitError(f"rank {self._rank}: no slot came free within {self._deadline_s} s; {self._state()}")
+            self._packing = ""
+            return free.pop()
+
+    def _send_all(self, target: int) -> None:
+        lane = self._lanes[target]
+        while (filled := self._outgoing[target].get()) is not None:
+            if self._closing or self._error:
+                return
+            lane.send(filled.header, filled.slot[: filled.piece.num_bytes], self._deadline_s)
+            with self._condition:
+                self._free[target].append(filled.slot)
+                self._unacknowledged[target] -= 1
+                self._condition.notify_all()
+
+    # ---- waiting -----------------------------------------------------------------------------------------------
+
+    def _wait(self, done: Callable[[], bool], deadline_s: float | None, what: str) -> None:
+        limit = self._deadline_s if deadline_s is None else deadline_s
+        with self._condition:
+            reached = self._condition.wait_for(lambda: self._error or done(), limit)
+            self._raise_error()
+            if not reached:
+                raise EmitError(
+                    f"rank {self._rank}: {what} of version {self._version} took over {limit} s; {self._state()}"
+                )
+
+    def _state(self) -> str:
+        """Who waits for whom, for an error message. The condition is held."""
+        slots = ", ".join(f"rank {t}: {len(free)} of {self._slots_per_target} free" for t, free in self._free.items())
+        left = ", ".join(f"rank {t}: {count}" for t, count in self._unacknowledged.items() if count)
+        return (
+            f"packing {self._packing or 'nothing'}; leased {sorted(self._leases)}; "
+            f"not yet final {sorted(self._missing)}; "
+            f"slots by engine rank: {slots or 'none'}; pieces not acknowledged: {left or 'none'}"
+        )
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise EmitError(f"rank {self._rank}: version {self._version} cannot go out: {self._error}") from self._error
+        if self._closing:
+            raise EmitError(f"rank {self._rank}: the emitter is closed")
+
+    def _wire_bytes(self) -> int:
+        return sum(lane.counters.payload_bytes + lane.counters.header_bytes for lane in self._lanes.values())
+
+
+def _by_buffer(
+    pieces: tuple[Piece, ...], buffers: Mapping[str, torch.Tensor], lanes: Mapping[int, SendLane], rank: int
+) -> dict[str, list[Piece]]:
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        if piece.source_buffer not in buffers:
+            raise EmitError(f"rank {rank}: the plan sends {piece.source_buffer}, which this rank does not hold")
+        if piece.target not in lanes:
+            raise EmitError(f"rank {rank}: the plan sends to engine rank {piece.target}, but there is no lane to it")
+        groups.setdefault(piece.source_buffer, []).append(piece)
+    return groups
