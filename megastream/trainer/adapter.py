@@ -191,7 +191,7 @@ class _Checkpoint:
 
     def __enter__(self) -> _Checkpoint:
         for path in self._paths:
-            file: Any = safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+            file: Any = safe_open(path, framework="pt")
             self._files.append(file)
             self._where |= dict.fromkeys(file.keys(), file)
         return self

@@ -55,6 +55,20 @@ class _Filled:
     slot: torch.Tensor
 
 
+class _Caught:
+    """Around a thread's work: whatever it raises goes to `keep`, for the thread that can be told."""
+
+    def __init__(self, keep: Callable[[BaseException], None]) -> None:
+        self._keep = keep
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self._keep(error)
+        return True
+
+
 class Emitter:
     """Emits this rank's pieces. All methods are called by the training thread, on every trainer rank.
 
@@ -174,13 +188,13 @@ class Emitter:
             thread.start()
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Runs a thread's loop; whatever it raises is kept for the training thread."""
-        try:
+        with _Caught(self._fail):
             work()
-        except BaseException as error:  # noqa: BLE001  a thread has nobody else to tell
-            with self._condition:
-                self._error = self._error or error
-                self._condition.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._condition:
+            self._error = self._error or error
+            self._condition.notify_all()
 
     def _pack_all(self) -> None:
         pieces = [piece for group in self._pieces.values() for piece in group]

@@ -21,7 +21,7 @@ STEPS = 10
 def _digest(tensors: Any) -> str:
     total = hashlib.sha256()
     for tensor in tensors:
-        total.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
+        total.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
@@ -53,12 +53,8 @@ def _train(config: TrainerConfig, finality: str, bucket_elements: int, break_it:
         trace.append((loss, float(norm)))
     params = [p for chunk in chunks for p in chunk.parameters()]
     moved = sum(not torch.equal(a, b) for a, b in zip(before, params, strict=True))
-    moments = [
-        state[key]
-        for member in compat.members(optimizer)
-        for state in member.optimizer.state.values()
-        for key in ("exp_avg", "exp_avg_sq", "step")
-    ]
+    states = [shard.member.optimizer.state[shard.main] for shard in compat.main_shards(optimizer)]
+    moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq", "step") if key in state]
     masters = [shard.main for shard in compat.main_shards(optimizer)]
     return {
         "trace": trace,

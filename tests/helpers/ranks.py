@@ -70,7 +70,7 @@ def _rank(
         partial = Path(folder) / f"{rank}.partial"
         partial.write_bytes(pickle.dumps(result))
         partial.rename(partial.with_suffix(".result"))
-    except BaseException:
+    except BaseException:  # noqa: BLE001  the parent needs the traceback of whatever it was
         traceback.print_exc(file=output)
         output.flush()
         os._exit(1)

@@ -10,14 +10,12 @@ import torch
 from megastream.trainer.config import TrainerConfig
 from megastream.trainer.model import TokenBatch
 
-SEQUENCE, BATCH, MICROBATCHES = 32, 2, 4
+SEQUENCE, BATCH, MICROBATCHES = 16, 2, 2
 
 
 def tiny_config(**settings: Any) -> TrainerConfig:
     """4 layers, hidden 48, 8 heads of 8 in 4 groups, 8 experts top-2 of 20, vocabulary 102."""
-    model = dict(
-        layers=4, hidden=48, heads=8, kv_groups=4, head_dim=8, experts=8, top_k=2, expert_ffn=20, vocab=102
-    )
+    model = dict(layers=4, hidden=48, heads=8, kv_groups=4, head_dim=8, experts=8, top_k=2, expert_ffn=20, vocab=102)
     return TrainerConfig(**{**model, "max_sequence": SEQUENCE, "seed": 7, **settings})
 
 
