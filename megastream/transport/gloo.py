@@ -1,0 +1,119 @@
+"""Lanes over torch.distributed and gloo: one two-rank group per lane, with a rendezvous of its own.
+
+Never touches anybody's default group, and needs none. One piece is, in this order: header (broadcast, HEADER_BYTES),
+payload, trailer (the piece's sequence number), and back an acknowledgement with an error text. Payloads are 1-D
+contiguous uint8 CPU tensors and are neither copied nor kept: gloo reads the sender's memory until the acknowledgement,
+and writes into the receiver's. Backpressure is gloo's own: a payload leaves only when the receiver has asked for it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from typing import Any
+
+from megastream.protocol.lane import LaneAddress, LaneError, LaneTimeout
+from megastream.transport.gloo_lane import GlooReceiveLane, GlooSendLane
+from megastream.transport.gloo_pair import (
+    RECEIVER,
+    SENDER,
+    GlooPair,
+    PairBroken,
+    PairTimeout,
+    client_store,
+    prefixed,
+    serve_store,
+)
+
+
+class GlooReceiver:
+    """Accepts the lanes of one engine rank. Holds one rendezvous store on a port that the system chose.
+
+    `host` is a local address; store and lanes listen on it and nowhere else.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        try:
+            # Left to itself the store would listen on every interface; a socket of ours listens on `host` alone, and
+            # between choosing the port and using it nobody can take it.
+            with socket.create_server((host, 0), family=_family(host)) as listener:
+                self._port: int = listener.getsockname()[1]
+                self._store = serve_store(host, self._port, listener.detach())
+        except OSError as error:
+            raise LaneError(f"cannot listen on {host}: {error.strerror or error}; name a local address") from error
+        self._addresses: dict[int, LaneAddress] = {}
+
+    def address(self, source: int) -> LaneAddress:
+        """A fresh address, for one connection of trainer rank `source`. Replaces an earlier one."""
+        store = self._open_store()
+        self._withdraw(source)
+        address = LaneAddress("gloo", self._host, self._port, f"trainer{source}-{secrets.token_hex(8)}")
+        store.set(_offer(address.key), b"1")
+        self._addresses[source] = address
+        return address
+
+    def accept(self, source: int, deadline_s: float) -> GlooReceiveLane:
+        """Blocks until trainer rank `source` has connected to its address; several threads may accept at a time.
+
+        LaneTimeout after `deadline_s`; the address is void then, and the next try needs a new one.
+        """
+        self._open_store()
+        address = self._addresses.get(source)
+        if address is None:
+            raise LaneError(f"lane of trainer {source} at {self._host}:{self._port}: no address was given out")
+        name = f"lane trainer {source} -> {self._host}:{self._port}"
+        try:
+            store = prefixed(client_store(self._host, self._port, deadline_s), address.key)
+            lane = GlooReceiveLane(GlooPair(store, RECEIVER, self._host, deadline_s), name)
+        except PairTimeout as error:
+            raise LaneTimeout(f"{name}: nobody connected within {deadline_s:.1f} s") from error
+        except PairBroken as error:
+            raise LaneError(f"{name}: connecting failed: {error}") from error
+        finally:
+            self._withdraw(source)
+        return lane
+
+    def close(self) -> None:
+        """Ends the rendezvous; lanes that are open stay. Idempotent."""
+        self._store = None
+
+    def _withdraw(self, source: int) -> None:
+        address = self._addresses.pop(source, None)
+        if address is not None and self._store is not None:
+            self._store.delete_key(_offer(address.key))
+
+    def _open_store(self) -> Any:
+        if self._store is None:
+            raise LaneError(f"receiver at {self._host}:{self._port} is closed")
+        return self._store
+
+
+def connect(address: LaneAddress, deadline_s: float) -> GlooSendLane:
+    """The sender's end of the lane that `address` names; blocks until the receiver accepts. Once per address."""
+    name = f"lane {address.key} at {address.host}:{address.port}"
+    until = time.monotonic() + deadline_s
+    if address.transport != "gloo":
+        raise LaneError(f"{name}: the address is for transport {address.transport}, this is gloo")
+    try:
+        with socket.create_connection((address.host, address.port), deadline_s) as probe:
+            local = probe.getsockname()[0]
+        store = client_store(address.host, address.port, deadline_s)
+        # The first to remove the offer is the one it was for.
+        if not store.delete_key(_offer(address.key)):
+            raise LaneError(f"{name}: no such lane there: another run's address, withdrawn, or in use already")
+        pair = GlooPair(prefixed(store, address.key), SENDER, local, max(until - time.monotonic(), 0.1))
+    except PairTimeout as error:
+        raise LaneTimeout(f"{name}: not accepted within {deadline_s:.1f} s") from error
+    except (OSError, PairBroken) as error:
+        raise LaneError(f"{name}: cannot connect: {error}") from error
+    return GlooSendLane(pair, name)
+
+
+def _offer(key: str) -> str:
+    return f"offer/{key}"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]

@@ -1,0 +1,136 @@
+"""A two-rank gloo group of its own, and the few waits that are safe on it.
+
+What gloo (torch 2.13, TCP) does, and what follows from it here:
+
+* A wait on `send` or `recv` that reaches its timeout puts the whole group into an error state. A wait on a collective
+  does not: it can be repeated. So the one message a receiver may idle on, the header, travels as a two-rank broadcast.
+* When the peer's socket closes, operations that are *posted* fail at once, but the one whose bytes are *on the way*
+  is forgotten and waits for its whole timeout. So nobody waits on a payload: both ends wait on a small message that is
+  posted behind it (the receiver on a trailer, the sender on the acknowledgement).
+* Nothing in the Python interface cancels a wait. A wait of 1 ms on a message that never comes does: its timeout
+  fails every posted operation of the group (`GlooPair.abort`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+# torch's own type stubs do not know the operations of a group that is built directly.
+dist: Any = torch.distributed
+Work = Any
+
+RECEIVER, SENDER = 0, 1
+PAYLOAD_TAG, TRAILER_TAG, ACK_TAG, ABORT_TAG = 1, 2, 3, 4
+
+# Operations carry their own deadlines; the group's is only what an idle header wait may take.
+_FOREVER = timedelta(days=365)
+_TIMER_S = 0.005  # gloo counts in milliseconds, and may come back a little early
+_STORE_TIMEOUT = timedelta(seconds=30)
+
+
+class PairTimeout(Exception):
+    """A wait reached its deadline."""
+
+
+class PairBroken(Exception):
+    """The group is in an error state. The message is gloo's, on one line."""
+
+
+def serve_store(host: str, port: int, listening_fd: int) -> Any:
+    """The rendezvous store of one receiver, on a socket that listens already; the store owns it from here on."""
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT, master_listen_fd=listening_fd
+    )
+
+
+def client_store(host: str, port: int, timeout_s: float) -> Any:
+    """A connection of one's own to a store: a blocking wait holds the connection it uses. PairBroken without one."""
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    except RuntimeError as error:
+        raise PairBroken(_one_line(error)) from error
+
+
+def prefixed(store: Any, key: str) -> Any:
+    """The part of a store that belongs to one lane."""
+    return dist.PrefixStore(key, store)
+
+
+class GlooPair:
+    """One process's end of a two-rank group. Construction blocks until both ends are there.
+
+    `host` is a local address: gloo listens on it and nowhere else. Raises PairTimeout or PairBroken.
+    """
+
+    def __init__(self, store: Any, rank: int, host: str, timeout_s: float) -> None:
+        started = time.monotonic()
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 1
+        self.peer = 1 - rank
+        try:
+            self._group = dist.ProcessGroupGloo(store, rank, 2, options)
+        except RuntimeError as error:
+            late = time.monotonic() - started >= timeout_s * 0.9
+            raise (PairTimeout if late else PairBroken)(_one_line(error)) from error
+        self._group.set_timeout(_FOREVER)
+
+    def post_send(self, tensor: torch.Tensor, tag: int) -> Work:
+        return self._post(self._group.send, tensor, tag)
+
+    def post_receive(self, tensor: torch.Tensor, tag: int) -> Work:
+        return self._post(self._group.recv, tensor, tag)
+
+    def post_broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """A message from `root` to the other end whose wait may time out and be repeated."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        try:
+            return self._group.broadcast([tensor], options)
+        except RuntimeError as error:
+            raise PairBroken(_one_line(error)) from error
+
+    def abort(self) -> None:
+        """Fails every operation posted on this group, here and in other threads, and all later ones."""
+        group = self._group
+        if group is None:
+            return
+        try:
+            nothing = group.recv([torch.empty(1, dtype=torch.uint8)], self.peer, ABORT_TAG)
+            nothing.wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass  # the timeout is the point; a group that is broken already needs none
+
+    def close(self) -> None:
+        """Aborts, and frees sockets and threads."""
+        self.abort()
+        self._group = None
+
+    def _post(self, operation: Callable[..., Work], tensor: torch.Tensor, tag: int) -> Work:
+        try:
+            return operation([tensor], self.peer, tag)
+        except RuntimeError as error:
+            raise PairBroken(_one_line(error)) from error
+
+
+def wait(work: Work, until: float) -> None:
+    """Waits for a posted operation until `until` (time.monotonic seconds). PairTimeout or PairBroken."""
+    left = until - time.monotonic()
+    try:
+        work.wait(timedelta(seconds=max(left, 0.001)))
+    except RuntimeError as error:
+        kind = PairTimeout if time.monotonic() >= until - _TIMER_S else PairBroken
+        raise kind(_one_line(error)) from error
+
+
+def _one_line(error: BaseException) -> str:
+    """Gloo's message without its source path and advice."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0].rpartition("] [")[0] or lines[0].split("] ", 1)[-1].split(". This is typically")[0]
