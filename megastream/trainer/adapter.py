@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -121,14 +120,15 @@ class MegatronAdapter:
     def save_raw(self, folder: str | Path) -> Path:
         """Writes this rank's parameters as megatron holds them, under canonical names, to `rank<r>.safetensors`.
 
-        Metadata: `rank`, `world_size`, `coords` (JSON). An oracle can rebuild the model from these files without our
-        layout code. Every rank calls it; nothing is communicated.
+        Metadata: `rank`, `world_size` and every mesh coordinate, as text. An oracle can rebuild the model from these
+        files without our layout code. Every rank calls it; nothing is communicated.
         """
         rank = dist.get_rank()
         path = Path(folder) / f"rank{rank}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: param.detach().cpu().contiguous().clone() for param, name in self._names.items()}
-        metadata = {"rank": str(rank), "world_size": str(dist.get_world_size()), "coords": json.dumps(self._coords)}
+        metadata = {"rank": str(rank), "world_size": str(dist.get_world_size())}
+        metadata |= {axis: str(value) for axis, value in self._coords.items()}
         partial = path.with_suffix(".partial")
         save_file(tensors, partial, metadata=metadata)
         partial.replace(path)

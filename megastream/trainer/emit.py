@@ -251,7 +251,7 @@ class Emitter:
     def _wait(self, done: Callable[[], bool], deadline_s: float | None, what: str) -> None:
         limit = self._deadline_s if deadline_s is None else deadline_s
         with self._condition:
-            reached = self._condition.wait_for(lambda: self._error or done(), limit)
+            reached = self._condition.wait_for(lambda: self._error or self._closing or done(), limit)
             self._raise_error()
             if not reached:
                 raise EmitError(

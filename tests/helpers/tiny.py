@@ -52,3 +52,25 @@ def batches(config: TrainerConfig, step: int, replica: int) -> Iterator[TokenBat
     generator = torch.Generator().manual_seed(step * 1000 + replica)
     for _ in range(MICROBATCHES):
         yield TokenBatch(torch.randint(0, config.vocab, (BATCH, SEQUENCE + 1), generator=generator))
+
+
+def hf_shapes(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the model with its shape."""
+    hidden, head, ffn = config.hidden, config.head_dim, config.expert_ffn
+    q, kv = config.heads * head, config.kv_groups * head
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab, hidden)}
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}."
+        attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        norms = {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
+        norms |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+        shapes |= {f"{prefix}self_attn.{name}.weight": shape for name, shape in attention.items()}
+        shapes |= {f"{prefix}{name}.weight": shape for name, shape in norms.items()}
+        shapes[f"{prefix}mlp.gate.weight"] = (config.experts, hidden)
+        for expert in range(config.experts):
+            linears = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+            shapes |= {f"{prefix}mlp.experts.{expert}.{name}.weight": shape for name, shape in linears.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab, hidden)
+    return shapes
