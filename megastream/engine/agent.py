@@ -143,17 +143,20 @@ class RankAgent:
 
     def receive_whole(self, version: int, deadline_s: float) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors of `version` under their HF names, as they arrive. Only while the engine is paused."""
-        return self._whole(version).receive(version, deadline_s)
+        return self._whole(version)[1].receive(version, deadline_s)
 
-    def load_whole(self, version: int) -> WholeLoad:
-        """Receives `version` and runs the engine's own reload. Only while the engine is paused; blocks.
+    def load_whole(self, version: int, deadline_s: float) -> WholeLoad:
+        """Receives `version` and runs the engine's own reload on it. Only while the engine is paused; blocks.
 
         ProtocolError when no attachment of kind `whole` is there; LaneError, LiveModelError or RuntimeError when it
-        failed, and then the weights are not whole: the host must not resume.
+        broke off, and then the weights are not whole and the host must not resume.
         """
-        current = self._current
-        load = self._live.load_whole(self.receive_whole(version, self._settings.whole_s))
-        assert current is not None, "receive_whole checked it"
+        current, sink = self._whole(version)
+        try:
+            load = self._live.load_whole(sink.receive(version, deadline_s))
+        except (RuntimeError, ValueError) as error:
+            self._fail(current.terms.attachment, f"engine rank {self.rank} could not load version {version}: {error}")
+            raise
         self._live_version = version
         self._outbox.post(
             Loaded(
@@ -166,14 +169,14 @@ class RankAgent:
         )
         return load
 
-    def _whole(self, version: int) -> WholeSink:
+    def _whole(self, version: int) -> tuple[Attachment, WholeSink]:
         current = self._current
         if current is None or not isinstance(current.sink, WholeSink):
             raise ProtocolError(
                 f"engine rank {self.rank} was asked to load version {version} whole, but no trainer is attached with "
                 f"kind whole; updates of kind stream need no call"
             )
-        return current.sink
+        return current, current.sink
 
     def _compare(self, attachment: str, incarnation: int, version: int, attempt: int) -> bool:
         current = self._current

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -133,7 +134,7 @@ class Inlet:
         except LaneError as error:
             if admitted:
                 self._sink.lost(header)
-            if not self._aborted:
+            with suppress(LaneError):  # a lane that broke cannot answer
                 lane.acknowledge(header, str(error))
             raise
         if admitted:
@@ -144,6 +145,8 @@ class Inlet:
 
     def _refuse(self, lane: ReceiveLane, header: PieceHeader, scratch: torch.Tensor, refusal: PieceRefused) -> None:
         """Answers with the reason. The payload is taken off the lane first, when it can be one of this lane's."""
-        if header.kind == "piece" and 0 <= header.num_bytes <= len(scratch):
-            lane.receive_payload(header, scratch, self._settings.transfer_s)
-        lane.acknowledge(header, str(refusal))
+        with suppress(LaneError):
+            if 0 < header.num_bytes <= len(scratch):
+                lane.receive_payload(header, scratch, self._settings.transfer_s)
+        with suppress(LaneError):
+            lane.acknowledge(header, str(refusal))

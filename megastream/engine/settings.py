@@ -23,8 +23,6 @@ class EngineSettings:
     """From the enqueued commit to all ranks' replies. After it the engine is reported stuck; it is not touched."""
     detach_s: float = 60.0
     """How long the end of training waits for the last version to become live."""
-    whole_s: float = 600.0
-    """For one whole-model load, from the call to the last tensor."""
     compare_slice_s: float = 0.05
     """Longest time that one worker call of the comparison at attach takes away from decoding."""
     poll_s: float = 0.25

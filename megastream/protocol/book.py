@@ -11,6 +11,7 @@ from megastream.protocol.records import (
     Emitted,
     Failed,
     LanesOpen,
+    Poisoned,
     Record,
     WeightsReady,
 )
@@ -20,8 +21,8 @@ from megastream.protocol.terms import ProtocolError
 class TrainerBook:
     """Takes the records of one attachment in log order; records of others are not for it and are ignored."""
 
-    def __init__(self, attachment: str, trainer_ranks: int, engine_ranks: int) -> None:
-        self.attachment = attachment
+    def __init__(self, attachment: str, engine: str, trainer_ranks: int, engine_ranks: int) -> None:
+        self.attachment, self.engine = attachment, engine
         self.num_ranks = {"trainer": trainer_ranks, "engine": engine_ranks}
         self.bound: dict[tuple[str, int], Bound] = {}
         self.emitted: dict[tuple[int, int], dict[int, Emitted]] = {}
@@ -30,8 +31,11 @@ class TrainerBook:
         self.attached: Attached | None = None
         self.detached: Detached | None = None
         self.failed: Failed | None = None
+        self.poisoned: Poisoned | None = None
 
     def take(self, record: Record) -> None:
+        if isinstance(record, Poisoned) and record.engine == self.engine:
+            self.poisoned = record
         if getattr(record, "attachment", None) != self.attachment:
             return
         match record:
@@ -55,6 +59,10 @@ class TrainerBook:
         """The newest version known to be live on the engine, -1 before the first."""
         versions = [record.version for record in self.committed]
         return max([*versions, self.attached.version if self.attached else -1])
+
+    def committed_at(self, version: int) -> Committed | None:
+        """The commit that made `version` or a newer one live."""
+        return next((record for record in self.committed if record.version >= version), None)
 
     def not_bound(self) -> list[str]:
         """Who has not built the plan yet, e.g. ["trainer rank 3", "engine rank 1"]."""

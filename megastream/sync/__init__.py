@@ -1,0 +1,17 @@
+"""The two facades: TrainerSync on every trainer rank, EngineSync beside the engine. All that a framework imports."""
+
+from megastream.protocol.journal import SyncError
+from megastream.sync.binding import TrainerModel
+from megastream.sync.engine import EngineSync, EngineSyncSettings, WholeUpdate
+from megastream.sync.trainer import TrainerSync
+from megastream.trainer.settings import TrainerSettings
+
+__all__ = [
+    "EngineSync",
+    "EngineSyncSettings",
+    "SyncError",
+    "TrainerModel",
+    "TrainerSettings",
+    "TrainerSync",
+    "WholeUpdate",
+]

@@ -1,0 +1,176 @@
+"""How a trainer rank comes from nothing to open lanes: announce, attach, agree on the plan, connect."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from megastream.families.family import Family
+from megastream.layout.shard import RankLayout
+from megastream.plan.types import Piece, Plan
+from megastream.protocol.bind import plan_of, put_layout, trainer_blob
+from megastream.protocol.book import TrainerBook
+from megastream.protocol.control import ControlLog
+from megastream.protocol.header import PieceHeader
+from megastream.protocol.journal import Journal, SyncError
+from megastream.protocol.lane import SendLane
+from megastream.protocol.records import Attach, Bound, LanesOpen, PlanKind, TrainerReady
+from megastream.protocol.terms import ProtocolError
+from megastream.trainer.emit import Emitter, MakeHeader
+from megastream.trainer.settings import TrainerSettings
+from megastream.transport import gloo
+
+_POLL_S = 0.05
+
+
+class TrainerModel(Protocol):
+    """What TrainerSync needs of a trainer rank; `trainer.adapter.MegatronAdapter` is one."""
+
+    library: str
+    family: Family
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Live flat tensors by bucket name, in the order in which they become final."""
+
+    def describe(self) -> RankLayout:
+        """This rank's layout over those buffers."""
+
+
+class Binder:
+    """The steps of one rank, in this order. Each blocks until it is done or its deadline has passed."""
+
+    def __init__(
+        self, log: ControlLog, trainer: TrainerModel, settings: TrainerSettings, *, rank: int, world_size: int
+    ) -> None:
+        self._log, self._trainer, self._settings = log, trainer, settings
+        self._rank, self._world_size = rank, world_size
+
+    def announce(self) -> Journal:
+        """Publishes this rank's layout; returns the journal that follows this incarnation."""
+        incarnation = self._incarnation()
+        put_layout(self._log, trainer_blob(incarnation, self._rank), self._trainer.describe())
+        journal = Journal(self._log, f"trainer rank {self._rank}", incarnation)
+        journal.start()
+        self._log.append(
+            TrainerReady(
+                incarnation=incarnation, rank=self._rank, world_size=self._world_size, library=self._trainer.library
+            )
+        )
+        return journal
+
+    def post_attach(self, journal: Journal, kind: PlanKind, base_version: int | None, train_step: int) -> None:
+        """Rank 0: waits until the engine and all trainer ranks are up, then says what is to be attached."""
+        settings = self._settings
+        journal.wait(
+            lambda: not journal.missing_trainers(self._world_size),
+            settings.ready_s,
+            lambda: f"{', '.join(journal.missing_trainers(self._world_size))} to come up",
+        )
+        engine, _ = journal.wait(
+            lambda: journal.ready_engine(settings.engine),
+            settings.ready_s,
+            lambda: f"all ranks of {'engine ' + settings.engine if settings.engine else 'an engine'} to come up",
+        )
+        highest = self._log.highest_version()
+        base = highest + 1 if base_version is None else base_version
+        if base < 0 or (journal.incarnation > 1 and base <= highest):
+            raise ValueError(
+                f"base version {base} of incarnation {journal.incarnation}: versions up to {highest} were published "
+                f"before, and none is used twice; leave base_version out"
+            )
+        self._log.append(
+            Attach(
+                attachment=f"i{journal.incarnation}",
+                incarnation=journal.incarnation,
+                engine=engine,
+                kind=kind,
+                family=self._trainer.family.name,
+                base_version=base,
+                trainer_world_size=self._world_size,
+                finality=settings.finality,
+                piece_bytes=settings.piece_bytes,
+                experts_per_unit=settings.experts_per_unit,
+                train_step=train_step,
+            )
+        )
+
+    def bind(self, journal: Journal, attach: Attach, book: TrainerBook) -> Plan:
+        """Builds the plan and waits until every rank of both sides has built the same one."""
+        plan = plan_of(self._log, attach, journal.engine_world_size(attach.engine))
+        self._log.append(Bound(attachment=attach.attachment, side="trainer", rank=self._rank, digest=plan.digest))
+        if self._rank == 0:
+            journal.wait(
+                lambda: not book.not_bound(),
+                self._settings.bind_s,
+                lambda: f"{', '.join(book.not_bound())} to build the plan",
+            )
+            self._log.append(LanesOpen(attachment=attach.attachment, digest=book.agreed_digest()))
+        opened = journal.wait(
+            lambda: book.lanes_open, self._settings.bind_s, lambda: "trainer rank 0 to open the lanes"
+        )
+        if opened.digest != plan.digest:
+            raise ProtocolError(f"trainer rank {self._rank} built plan {plan.digest}, agreed was {opened.digest}")
+        return plan
+
+    def open_lanes(self, attach: Attach, plan: Plan, book: TrainerBook) -> Emitter:
+        """Connects to every engine rank that this rank sends to."""
+        lanes: dict[int, SendLane] = {}
+        try:
+            for target in sorted({piece.target for piece in plan.by_source.get(self._rank, ())}):
+                address = book.bound["engine", target].addresses[self._rank]
+                lanes[target] = gloo.connect(address, self._settings.bind_s)
+        except BaseException:
+            for lane in lanes.values():
+                lane.close()
+            raise
+        return Emitter(
+            plan,
+            self._rank,
+            self._trainer.buffers,
+            lanes,
+            _headers(self._log.run_id, attach, plan.digest),
+            slots_per_target=self._settings.slots_per_target,
+            deadline_s=self._settings.transfer_s,
+        )
+
+    def _incarnation(self) -> int:
+        """Rank 0 draws the number of this start; the others read what it drew."""
+        blob = f"launch/{self._settings.launch}"
+        if self._rank == 0:
+            incarnation = self._log.next_incarnation()
+            self._log.put_blob(blob, str(incarnation).encode())
+            return incarnation
+        deadline = time.monotonic() + self._settings.ready_s
+        while (drawn := self._log.get_blob(blob)) is None:
+            if time.monotonic() > deadline:
+                raise SyncError(
+                    f"trainer rank {self._rank} waited {self._settings.ready_s:g} s for trainer rank 0 of launch "
+                    f"{self._settings.launch} to come up"
+                )
+            time.sleep(_POLL_S)
+        return int(drawn)
+
+
+def _headers(run_id: str, attach: Attach, digest: str) -> MakeHeader:
+    def make_header(piece: Piece, version: int, attempt: int, checksum: int) -> PieceHeader:
+        return PieceHeader(
+            kind="piece",
+            run_id=run_id,
+            incarnation=attach.incarnation,
+            attachment=attach.attachment,
+            version=version,
+            attempt=attempt,
+            unit=piece.unit,
+            plan_digest=digest,
+            source=piece.source,
+            target=piece.target,
+            seq=piece.seq,
+            num_bytes=piece.num_bytes,
+            checksum=checksum,
+        )
+
+    return make_header

@@ -1,0 +1,212 @@
+"""The engine's facade, in the process that owns the generating engine (vLLM's AsyncLLM, or anything with its calls)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megastream.protocol.control import ControlLog
+from megastream.protocol.journal import SyncError
+from megastream.protocol.records import (
+    Accepted,
+    Attach,
+    Attached,
+    Committed,
+    Detached,
+    EngineReady,
+    Failed,
+    Loaded,
+    Record,
+)
+
+logger = logging.getLogger(__name__)
+
+PAUSE_SLEEP_S = 0.020
+"""vLLM's `pause_generation` always ends with a sleep of this length. It is accounted apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSyncSettings:
+    """Times in seconds."""
+
+    load_s: float = 600.0
+    """For one whole-model load, from the call to the last rank's report."""
+    poll_s: float = 0.25
+    """Longest time that one read of the log waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRequest:
+    """Stands for vLLM's WeightTransferUpdateRequest, of which only this attribute is read."""
+
+    update_info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeUpdate:
+    """One paused update; seconds. The engine could not step for `stall_s`, which has neither sleep nor repair in it.
+
+    `pause_s`: from the pause call until the engine stood still. `load_s` and `repair_s`: slowest rank.
+    """
+
+    version: int
+    pause_s: float
+    sleep_s: float
+    stall_s: float
+    load_s: float
+    repair_s: float
+    visible_unix_s: float
+
+
+class PausableEngine(Protocol):
+    """What `run_whole_updates` calls; vLLM's AsyncLLM has it."""
+
+    async def pause_generation(self, *, mode: Any, clear_cache: bool) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def update_weights(self, request: Any) -> None: ...
+    async def finish_weight_update(self, weight_version: str | None) -> None: ...
+    async def resume_generation(self) -> None: ...
+
+
+@dataclass
+class _Whole:
+    """The attachment of kind `whole` that is followed now."""
+
+    attach: Attach
+    accepted: Accepted | None = None
+    loaded: dict[int, Loaded] = field(default_factory=dict)
+    failed: str = ""
+
+
+class EngineSync:
+    """Follows one engine's records. `engine` is the name that its EngineReady records carry."""
+
+    def __init__(self, log: ControlLog, *, engine: str, settings: EngineSyncSettings | None = None) -> None:
+        self._log, self.engine = log, engine
+        self._settings = settings or EngineSyncSettings()
+        self._after = "0"
+        self._world_size = 0
+        self._whole: _Whole | None = None
+        self._stop = False
+
+    def stop(self) -> None:
+        """Ends `events` and `run_whole_updates` at their next look at the log. Any thread."""
+        self._stop = True
+
+    def events(self) -> Iterator[Record]:
+        """Every record of the run from its beginning, as it comes, until `stop`. Blocks; use a thread of its own."""
+        after = "0"
+        while not self._stop:
+            for position, record in self._log.read(after, self._settings.poll_s):
+                after = position
+                yield record
+
+    async def run_whole_updates(
+        self, llm: PausableEngine, on_update: Callable[[WholeUpdate], None] | None = None
+    ) -> list[WholeUpdate]:
+        """Gate `pause`: for every accepted version pauses the engine, lets it load, resumes it, and says so.
+
+        Runs through one attachment of kind `whole`, from its Attach until it is detached; returns all its updates.
+        SyncError when an update fails: the engine is then left paused, because its weights are not whole.
+        """
+        updates: list[WholeUpdate] = []
+        self._stop = False
+        while not self._stop:
+            if await self._follow():
+                return updates
+            whole = self._whole
+            if whole is None or whole.accepted is None or whole.failed:
+                continue
+            accepted, whole.accepted = whole.accepted, None
+            update = await self._update(llm, whole, accepted)
+            updates.append(update)
+            if on_update is not None:
+                on_update(update)
+        return updates
+
+    async def _update(self, llm: PausableEngine, whole: _Whole, accepted: Accepted) -> WholeUpdate:
+        version = accepted.version
+        whole.loaded.clear()
+        called = time.monotonic()
+        await llm.pause_generation(mode="keep", clear_cache=False)
+        paused = time.monotonic()
+        await llm.start_weight_update()
+        await llm.update_weights(WholeRequest({"version": version, "deadline_s": self._settings.load_s}))
+        await self._all_loaded(whole, version)
+        await llm.finish_weight_update(weight_version=str(version))
+        await llm.resume_generation()
+        resumed, visible = time.monotonic(), time.time()
+        load_s = max(record.load_s for record in whole.loaded.values())
+        repair_s = max(record.repair_s for record in whole.loaded.values())
+        committed = Committed(
+            attachment=accepted.attachment,
+            incarnation=accepted.incarnation,
+            version=version,
+            ranks=(),
+            visible_unix_s=visible,
+        )
+        await asyncio.to_thread(self._log.append, committed)
+        return WholeUpdate(
+            version=version,
+            pause_s=max(0.0, paused - called - PAUSE_SLEEP_S),
+            sleep_s=PAUSE_SLEEP_S,
+            stall_s=resumed - paused - repair_s,
+            load_s=load_s,
+            repair_s=repair_s,
+            visible_unix_s=visible,
+        )
+
+    async def _all_loaded(self, whole: _Whole, version: int) -> None:
+        """Waits for every rank's word that it loaded `version`: the calls into the engine do not say so."""
+        deadline = time.monotonic() + self._settings.load_s
+        while len(whole.loaded) < self._world_size and not whole.failed:
+            if time.monotonic() > deadline:
+                missing = [str(rank) for rank in range(self._world_size) if rank not in whole.loaded]
+                raise SyncError(
+                    f"the host waited {self._settings.load_s:g} s for engine ranks {', '.join(missing)} to load "
+                    f"version {version}; the engine stays paused"
+                )
+            await self._follow()
+        if whole.failed:
+            raise SyncError(f"version {version} was not loaded, the engine stays paused: {whole.failed}")
+
+    async def _follow(self) -> bool:
+        """Takes what the log has; True when the followed attachment was detached."""
+        detached = False
+        for position, record in await asyncio.to_thread(self._log.read, self._after, self._settings.poll_s):
+            self._after = position
+            detached = self._take(record)
+            if detached:
+                break
+        return detached
+
+    def _take(self, record: Record) -> bool:
+        match record:
+            case EngineReady() if record.engine == self.engine:
+                self._world_size = record.world_size
+            case Attach() if record.engine == self.engine and record.kind == "whole":
+                self._whole = _Whole(record)
+            case _ if self._whole is not None and getattr(record, "attachment", "") == self._whole.attach.attachment:
+                return self._take_own(self._whole, record)
+        return False
+
+    def _take_own(self, whole: _Whole, record: Record) -> bool:
+        match record:
+            case Accepted():
+                whole.accepted = record
+            case Committed() if whole.accepted is not None and record.version >= whole.accepted.version:
+                whole.accepted = None
+            case Loaded():
+                whole.loaded[record.rank] = record
+            case Failed():
+                whole.failed = whole.failed or record.reason
+            case Attached():
+                logger.info("engine %s follows attachment %s", self.engine, record.attachment)
+            case Detached():
+                self._whole = None
+                return True
+        return False
