@@ -50,7 +50,7 @@ class MegatronAdapter:
         self.library = f"megatron-core {compat.check_version()}"
         compat.install()
         compat.refuse_unsupported(chunks, optimizer)
-        self._chunks, self._optimizer, self._family, self._shape = chunks, optimizer, family, shape
+        self._chunks, self._optimizer, self.family, self._shape = chunks, optimizer, family, shape
         self._buckets = cut(chunks, optimizer, bucket_elements)
         self._coords = mesh_coords()
         self._names = {
@@ -73,7 +73,7 @@ class MegatronAdapter:
         ]
         buffers = [BufferSpec(b.name, b.data.numel(), str(b.data.dtype).removeprefix("torch.")) for b in self._buckets]
         return trainer_rank_layout(
-            self._family,
+            self.family,
             self._shape,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),

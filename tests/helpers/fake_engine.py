@@ -1,0 +1,107 @@
+"""An engine without vLLM: flat tensors for live weights, and a core that is one thread with one queue of calls."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megastream.engine.contract import CommitRequest, WholeLoad
+from megastream.layout.engine import whole_rank_layout
+from megastream.layout.shard import RankLayout
+from megastream.protocol.records import RankCommit
+from tests.helpers.synthetic import FAMILY, SHAPE, empty_buffers, fill
+
+
+class FakeLive:
+    """Live weights of one rank, starting at a version. `break_commits` makes so many commits raise, `refusal` attach."""
+
+    def __init__(self, layout: RankLayout, version: int = 0) -> None:
+        self.layout, self.buffers = layout, empty_buffers(layout)
+        self.break_commits = 0
+        self.whole: dict[str, torch.Tensor] = {}
+        fill(layout, self.buffers, version)
+
+    def describe(self) -> RankLayout:
+        return self.layout
+
+    def describe_whole(self) -> RankLayout:
+        names = sorted({shard.tensor for shard in self.layout.shards})
+        return whole_rank_layout(
+            FAMILY,
+            SHAPE,
+            rank=self.layout.rank,
+            world_size=self.layout.world_size,
+            coords=self.layout.coords,
+            names=names,
+        )
+
+    def read_live(self, buffer: str) -> torch.Tensor:
+        return self.buffers[buffer]
+
+    def prepare(self, staging: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(staging)
+
+    def commit(self, prepared: dict[str, torch.Tensor]) -> None:
+        if self.break_commits:
+            self.break_commits -= 1
+            raise RuntimeError("injected: the copy failed")
+        for name, tensor in prepared.items():
+            self.buffers[name].copy_(tensor)
+
+    def load_whole(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> WholeLoad:
+        self.whole = dict(tensors)
+        return WholeLoad(load_s=0.01, repair_s=0.002)
+
+
+class Rank(Protocol):
+    """What the core calls on a rank; RankAgent is one, a proxy to another process is one."""
+
+    def commit(self, request: CommitRequest) -> RankCommit: ...
+
+    def call(self, op: str, payload: dict[str, Any]) -> dict[str, Any]: ...
+
+
+class FakeCore:
+    """CorePort over some ranks. Calls run one behind the other in one thread, on all ranks in the same order."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self.ranks = ranks
+        self.poisons: list[str] = []
+        self.commits: list[CommitRequest] = []
+        self.hold = threading.Event()
+        self.hold.set()
+        self._version = 0
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def commit(self, request: CommitRequest, done: Callable[[tuple[RankCommit, ...]], None]) -> None:
+        def run() -> None:
+            self._version = request.version
+            self.commits.append(request)
+            done(tuple(rank.commit(request) for rank in self.ranks))
+
+        self._queue.put(run)
+
+    def call_ranks(self, op: str, payload: dict[str, Any], done: Callable[[tuple[dict[str, Any], ...]], None]) -> None:
+        self._queue.put(lambda: done(tuple(rank.call(op, payload) for rank in self.ranks)))
+
+    def poison(self, reason: str) -> None:
+        self.poisons.append(reason)
+
+    def live_version(self) -> int:
+        return self._version
+
+    def close(self) -> None:
+        self.hold.set()
+        self._queue.put(None)
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            self.hold.wait(30)
+            call()
