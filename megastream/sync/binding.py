@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -119,14 +120,12 @@ class Binder:
     def open_lanes(self, attach: Attach, plan: Plan, book: TrainerBook) -> Emitter:
         """Connects to every engine rank that this rank sends to."""
         lanes: dict[int, SendLane] = {}
-        try:
+        with ExitStack() as opened:
             for target in sorted({piece.target for piece in plan.by_source.get(self._rank, ())}):
                 address = book.bound["engine", target].addresses[self._rank]
                 lanes[target] = gloo.connect(address, self._settings.bind_s)
-        except BaseException:
-            for lane in lanes.values():
-                lane.close()
-            raise
+                opened.callback(lanes[target].close)
+            opened.pop_all()
         return Emitter(
             plan,
             self._rank,

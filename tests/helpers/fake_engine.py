@@ -17,7 +17,7 @@ from tests.helpers.synthetic import FAMILY, SHAPE, empty_buffers, fill
 
 
 class FakeLive:
-    """Live weights of one rank, starting at a version. `break_commits` makes so many commits raise, `refusal` attach."""
+    """Live weights of one rank, starting at a version. `break_commits` makes so many commits raise."""
 
     def __init__(self, layout: RankLayout, version: int = 0) -> None:
         self.layout, self.buffers = layout, empty_buffers(layout)
