@@ -131,7 +131,7 @@ def _expert_cut(coords: Mapping[str, int], num_local: int, family: Names[ShapeT]
 def _place(family: Names[ShapeT], shape: ShapeT, param: EngineParam, coords: Mapping[str, int], rank: int) -> Placed:
     padded = 0
     if not family.engine_stacks_experts(param.name) and family.engine_entry(param.name, shape).rule == "vocab":
-        padded = param.shape[0] * coords["tp_size"]
+        padded = param.shape[0] * coords_cut(coords, "tp").size
     placed = place_engine_param(family, shape, param.name, coords, param.experts, padded)
     if placed.shape != param.shape:
         raise ValueError(

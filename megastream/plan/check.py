@@ -19,10 +19,10 @@ def check_layouts(trainer: Sequence[RankLayout], engine: Sequence[RankLayout], p
     """ValueError for the first thing wrong: ranks missing, tensors that only one side has, shapes that differ,
     shards given twice or outside their tensor or buffer, tensors that the engine ranks do not cover."""
     sides = _check_side(trainer, "trainer"), _check_side(engine, "engine")
+    _check_stages(trainer, place_of)
     _check_names(*sides)
     for layout in trainer:
         _check_duplicates(layout)
-    _check_stages(trainer, place_of)
     _check_engine_covers(engine, sides[1])
 
 

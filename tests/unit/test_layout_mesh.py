@@ -1,0 +1,120 @@
+"""Layout strings and who sits where; Megatron's own group generator is the oracle for ranks."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from megastream.layout.mesh import (
+    Mesh,
+    engine_coords,
+    engine_stage_layers,
+    parse_engine_mesh,
+    parse_trainer_mesh,
+    trainer_coords,
+    trainer_stage_layers,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh"),
+    [
+        ("tp2 etp1 pp4 ep8 dp4", Mesh(tp=2, etp=1, pp=4, ep=8, dp=4)),
+        ("tp=2,etp=1,pp=4, ep=8,dp=4", Mesh(tp=2, etp=1, pp=4, ep=8, dp=4)),
+        ("pp4(23,24,24,23)", Mesh(pp=4, stages=(23, 24, 24, 23))),
+        ("pp=2(4, 3) ep2", Mesh(pp=2, ep=2, dp=2, stages=(4, 3))),
+        ("tp2 ep2", Mesh(tp=2, etp=2, ep=2, dp=2)),
+        ("", Mesh()),
+    ],
+)
+def test_trainer_strings(text: str, mesh: Mesh) -> None:
+    assert parse_trainer_mesh(text) == mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tp2 tp4", "axis tp is given twice"),
+        ("tp0", "axis tp has size 0"),
+        ("tp", "cannot read 'tp'"),
+        ("xp2", "expected an axis of tp, cp"),
+        ("pp2(4,3,2)", "pp=2 lists 3 stage sizes"),
+        ("pp2(7,0)", "above 0"),
+        ("ep2(1,1)", "ep=2 lists 2"),
+        ("tp2 ep3 dp2", r"tp\*cp\*dp=4 does not divide by etp\*ep=6"),
+    ],
+)
+def test_bad_trainer_strings(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_trainer_mesh(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("tp2 ep4", "ep is 1 or tp"), ("dp2", "dp=2"), ("tp2 etp2", "etp=2"), ("pp2 vpp2", "vpp=2")],
+)
+def test_bad_engine_strings(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_engine_mesh(text)
+
+
+def test_layers_of_stages() -> None:
+    """L13. Even and uneven stages, interleaving, and vLLM's remainder rule (all but the last stage, from behind)."""
+    for num_layers in range(7, 13):
+        for pp in (2, 3, 4):
+            for vpp in (1, 2, 3):
+                mesh = Mesh(pp=pp, vpp=vpp)
+                if num_layers % (pp * vpp):
+                    with pytest.raises(ValueError, match=rf"{num_layers} layers do not divide by pp\*vpp={pp * vpp}"):
+                        trainer_stage_layers(mesh, num_layers, 0)
+                    continue
+                stages = [trainer_stage_layers(mesh, num_layers, stage) for stage in range(pp)]
+                assert sorted(layer for stage in stages for layer in stage) == list(range(num_layers))
+    assert trainer_stage_layers(Mesh(pp=2, vpp=2), 8, 0) == (0, 1, 4, 5)
+    assert trainer_stage_layers(Mesh(pp=2, vpp=2), 8, 1) == (2, 3, 6, 7)
+    assert [len(trainer_stage_layers(Mesh(pp=3, stages=(3, 2, 2)), 7, s)) for s in range(3)] == [3, 2, 2]
+    with pytest.raises(ValueError, match=r"\(4, 4\) hold 8 layers, the model has 7"):
+        trainer_stage_layers(Mesh(pp=2, stages=(4, 4)), 7, 0)
+    for pp, sizes in ((2, [4, 3]), (3, [2, 3, 2]), (4, [2, 2, 2, 1]), (5, [1, 1, 2, 2, 1])):
+        assert [len(engine_stage_layers(Mesh(pp=pp), 7, stage)) for stage in range(pp)] == sizes
+
+
+@pytest.mark.full
+def test_engine_layers_equal_vllm() -> None:
+    get_pp_indices = importlib.import_module("vllm.distributed.utils").get_pp_indices
+    for num_layers in range(4, 14):
+        for pp in range(1, 5):
+            for stage in range(pp):
+                ours = engine_stage_layers(Mesh(pp=pp), num_layers, stage)
+                assert ours == tuple(range(*get_pp_indices(num_layers, stage, pp)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "text", ["tp2 ep2", "tp2 etp1 ep2 dp1", "tp4 etp2 ep2", "etp2 ep2 dp4", "tp2 etp1 pp2 ep4 dp4"]
+)
+def test_ranks_equal_megatron(text: str) -> None:
+    """L24: expert groups, not dense ones, say who owns a slice of an expert."""
+    generator = importlib.import_module("megatron.core.parallel_state").RankGenerator
+    mesh = parse_trainer_mesh(text)
+    edp = mesh.tp * mesh.dp // (mesh.etp * mesh.ep)
+    dense = generator(tp=mesh.tp, ep=1, dp=mesh.dp, pp=mesh.pp, cp=1, order="tp-cp-ep-dp-pp")
+    expert = generator(tp=mesh.etp, ep=mesh.ep, dp=edp, pp=mesh.pp, cp=1, order="tp-cp-ep-dp-pp")
+    coords = [trainer_coords(mesh, rank) for rank in range(mesh.world_size)]
+    for ranks, group, axis in ((dense, "tp", "tp"), (dense, "dp", "dp"), (dense, "pp", "pp"), (expert, "tp", "etp")):
+        for members in ranks.get_ranks(group):
+            assert [coords[rank][axis] for rank in members] == list(range(len(members)))
+    for group, axis in (("ep", "ep"), ("dp", "edp")):
+        for members in expert.get_ranks(group):
+            assert [coords[rank][axis] for rank in members] == list(range(len(members)))
+
+
+def test_engine_ranks() -> None:
+    mesh = parse_engine_mesh("tp2 ep2 pp2")
+    assert [(c["pp"], c["tp"], c["ep"], c["etp_size"]) for c in (engine_coords(mesh, rank) for rank in range(4))] == [
+        (0, 0, 0, 1),
+        (0, 1, 1, 1),
+        (1, 0, 0, 1),
+        (1, 1, 1, 1),
+    ]

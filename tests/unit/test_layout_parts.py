@@ -1,0 +1,132 @@
+"""Boxes, flat ranges, rules and bytes: the small parts that layouts are made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layout_reference import Model, config
+from layout_world import make_world
+
+from megastream.layout.box import Box
+from megastream.layout.pack import flat_boxes, packed_offsets, row_major_strides
+from megastream.layout.rules import Cut, Fused, concat_qkv, gated, grouped_qkv, row, same
+from megastream.layout.shard import TensorSpec
+from megastream.layout.wire import decode_layout, encode_layout
+
+shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
+
+
+@given(data=st.data(), shape=shapes)
+@settings(max_examples=150, deadline=None)
+def test_a_flat_range_is_a_handful_of_boxes(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    size = prod(shape)
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    boxes = flat_boxes(shape, start, stop)
+    numbers = np.arange(size).reshape(shape)
+    found = np.concatenate([numbers[tuple(map(slice, b.lo, b.hi))].ravel() for b in boxes] or [np.empty(0)])
+    assert found.tolist() == list(range(start, stop))
+    assert len(boxes) <= 2 * len(shape) - 1
+
+
+def test_flat_ranges_outside_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[0, 7\) does not lie in an array of shape \(2, 3\)"):
+        flat_boxes((2, 3), 0, 7)
+
+
+@given(data=st.data(), shape=shapes)
+@settings(max_examples=150, deadline=None)
+def test_subtraction_leaves_each_other_element_once(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    def box() -> Box:
+        spans = [sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
+        return Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+
+    first, second = box(), box()
+    count = np.zeros(shape, int)
+    for part in first.subtract(second):
+        count[tuple(map(slice, part.lo, part.hi))] += 1
+    expected = np.zeros(shape, int)
+    expected[tuple(map(slice, first.lo, first.hi))] = 1
+    expected[tuple(map(slice, second.lo, second.hi))] = 0
+    assert np.array_equal(count, expected)
+
+
+def test_row_major_geometry() -> None:
+    assert row_major_strides((2, 3, 5)) == (15, 5, 1)
+    assert row_major_strides((7,)) == (1,)
+    assert packed_offsets([(2, 3), (4,), (1, 1)]) == (0, 6, 10)
+    with pytest.raises(ValueError, match="not a box"):
+        Box((0, 2), (1, 2))
+
+
+def spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, shape, "bfloat16")
+
+
+QKV = Fused((spec("q", 64, 48), spec("k", 16, 48), spec("v", 16, 48)), head_dim=8)
+
+
+def test_grouped_qkv_begins_each_group_with_its_query_heads() -> None:
+    """L01: 8 query heads, 2 groups: rows of q heads 0-3, k 0, v 0, q heads 4-7, k 1, v 1."""
+    regions = grouped_qkv(QKV, Cut("tp", 0, 1)).regions
+    found = [(r.tensor.name, r.box.lo[0], r.box.hi[0], r.origin[0]) for r in regions]
+    assert found == [
+        ("q", 0, 32, 0),
+        ("k", 0, 8, 32),
+        ("v", 0, 8, 40),
+        ("q", 32, 64, 48),
+        ("k", 8, 16, 80),
+        ("v", 8, 16, 88),
+    ]
+    assert all(a.origin[0] + a.box.shape[0] == b.origin[0] for a, b in pairwise(regions))
+
+
+@pytest.mark.parametrize(
+    ("rule", "fused", "size", "words"),
+    [
+        (gated, Fused((spec("gate", 20, 8), spec("up", 20, 8))), 3, "rows of gate: 20 does not divide by tp=3"),
+        (row, Fused((spec("down", 8, 20),)), 8, "columns of down: 20 does not divide by tp=8"),
+        (concat_qkv, QKV, 3, "query heads of q: 8 does not divide by tp=3"),
+        (
+            concat_qkv,
+            replace(QKV, tensors=(spec("q", 96, 48), spec("k", 16, 48), spec("v", 16, 48))),
+            3,
+            "multiple of 2",
+        ),
+    ],
+)
+def test_cuts_that_do_not_divide_name_axis_and_numbers(rule, fused: Fused, size: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rule(fused, Cut("tp", 0, size))
+
+
+def test_a_window_cuts_a_region_on_both_sides() -> None:
+    (region,) = same(Fused((spec("a", 4, 6),)), Cut("tp", 0, 1)).regions
+    part = region.within(Box((1, 2), (3, 6)))
+    assert part is not None and (part.box, part.origin) == (Box((1, 2), (3, 6)), (1, 2))
+    assert region.within(Box((4, 0), (5, 6))) is None
+
+
+def test_wire_round_trip_and_refusals() -> None:
+    model = Model(config(num_hidden_layers=2, num_experts=4))
+    world = make_world(model, "tp2 etp1 ep2 pp2", "tp2", trainer_stages=(1, 1), engine_stages=(2,), ownership="slice")
+    for layout in world.trainer + world.engine:
+        raw = encode_layout(layout)
+        assert decode_layout(raw) == layout and encode_layout(decode_layout(raw)) == raw
+    first = world.engine[0]
+    reordered = replace(first, coords=dict(reversed(first.coords.items())))
+    assert encode_layout(reordered) == encode_layout(first)
+    for broken in (raw[:-1], b"", b"\x93\x01\x02\x03"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            decode_layout(broken)
+    with pytest.raises(ValueError, match="wire version 9, this side reads 1"):
+        decode_layout(raw[:1] + b"\x09" + raw[2:])
+    orphan = replace(first.shards[0], buffer="nowhere")
+    with pytest.raises(ValueError, match="buffer nowhere"):
+        encode_layout(replace(first, shards=(orphan,)))
