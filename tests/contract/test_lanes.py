@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import HOST, SLOT, TRANSPORTS, connect, content, header, receiver, start_sender
 
 from megastream.protocol.lane import LaneAddress, LaneError, LaneTimeout
+from tests.contract.lanes import HOST, SLOT, TRANSPORTS, connect, content, header, receiver, start_sender
 
 SOON_S = 2.0
 """A dead peer is noticed within this time."""
@@ -335,7 +335,7 @@ def receive_and_die(transport: str, pipe: Any, when: str) -> None:
 
 @pytest.mark.parametrize("when", ["before the payload", "in the middle"])
 def test_a_receiver_killed_while_the_sender_waits(when: str, link: Link) -> None:
-    from lanes import _processes
+    from tests.contract.lanes import _processes
 
     ours, theirs = _processes.Pipe()
     victim = _processes.Process(target=receive_and_die, args=(link.transport, theirs, when), daemon=True)
