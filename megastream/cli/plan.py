@@ -15,7 +15,7 @@ from megastream.layout.mesh import Mesh, parse_engine_mesh, parse_trainer_mesh
 from megastream.layout.synthetic import engine_layouts, trainer_layouts
 from megastream.plan import Plan, build_plan
 from megastream.plan.cost import PlanCost, plan_cost
-from megastream.plan.manifest import Totals, source_totals, target_totals
+from megastream.plan.manifest import Totals, buffers_of_units, source_totals, target_totals
 
 _MIB = 1 << 20
 
@@ -69,7 +69,10 @@ def _as_dict(plan: Plan, cost: PlanCost, trainer: Mesh, engine: Mesh) -> dict[st
             "unused": plan.unused,
         },
         "links": [{"source": s, "target": t, "bytes": num} for (s, t), num in cost.by_link.items()],
-        "units": list(plan.units),
+        "units": [
+            {"unit": unit, "buckets": [f"{rank}:{name}" for rank, name in pairs]}
+            for unit, pairs in buffers_of_units(plan).items()
+        ],
         "pieces": cost.pieces,
         "copies": cost.copies,
         "bytes": cost.payload_bytes,

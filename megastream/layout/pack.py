@@ -1,8 +1,7 @@
-"""Geometry of row-major memory: strides, flat ranges, and where the copies of a piece lie in its payload."""
+"""Geometry of row-major memory: element sizes, strides, and flat ranges as boxes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import accumulate
 from math import prod
 
@@ -22,11 +21,6 @@ def item_bytes(dtype: str) -> int:
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous array of this shape."""
     return tuple(accumulate(reversed(shape[1:]), int.__mul__, initial=1))[::-1] if shape else ()
-
-
-def packed_offsets(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Where row-major blocks of these shapes start, in elements, when they lie one behind the other."""
-    return tuple(accumulate(map(prod, shapes), initial=0))[:-1]
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:

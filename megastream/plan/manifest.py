@@ -38,18 +38,6 @@ def target_totals(plan: Plan) -> dict[int, Totals]:
     return {rank: _total(plan.by_target, rank) for rank in range(plan.num_engine_ranks)}
 
 
-def check_emitted(plan: Plan, emitted: Mapping[int, Totals]) -> None:
-    """ValueError names the first trainer rank whose emission of a version differs from the plan, with both numbers."""
-    for rank, expected in source_totals(plan).items():
-        if rank not in emitted:
-            raise ValueError(f"trainer rank {rank} did not report its {expected.pieces} pieces")
-        if emitted[rank] != expected:
-            raise ValueError(f"trainer rank {rank} emitted {emitted[rank]}, the plan has {expected}")
-    unknown = sorted(set(emitted) - set(range(plan.num_trainer_ranks)))
-    if unknown:
-        raise ValueError(f"trainer ranks {unknown} emitted, the plan has {plan.num_trainer_ranks} ranks")
-
-
 def _total(groups: Mapping[int, tuple[Piece, ...]], rank: int) -> Totals:
     pieces = groups.get(rank, ())
     return Totals(

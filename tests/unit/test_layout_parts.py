@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_reference import Model, config
-from layout_world import make_world
 
 from megastream.layout.box import Box
-from megastream.layout.pack import flat_boxes, packed_offsets, row_major_strides
-from megastream.layout.rules import Cut, Fused, concat_qkv, gated, grouped_qkv, row, same
+from megastream.layout.pack import flat_boxes, row_major_strides
+from megastream.layout.rules import Cut, Fused, column, concat_qkv, gated, grouped_qkv, row, same, vocab
 from megastream.layout.shard import TensorSpec
 from megastream.layout.wire import decode_layout, encode_layout
+from tests.helpers.layout_reference import Model, config
+from tests.helpers.layout_world import make_world
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -60,7 +60,6 @@ def test_subtraction_leaves_each_other_element_once(data: st.DataObject, shape: 
 def test_row_major_geometry() -> None:
     assert row_major_strides((2, 3, 5)) == (15, 5, 1)
     assert row_major_strides((7,)) == (1,)
-    assert packed_offsets([(2, 3), (4,), (1, 1)]) == (0, 6, 10)
     with pytest.raises(ValueError, match="not a box"):
         Box((0, 2), (1, 2))
 
@@ -85,6 +84,17 @@ def test_grouped_qkv_begins_each_group_with_its_query_heads() -> None:
         ("v", 8, 16, 88),
     ]
     assert all(a.origin[0] + a.box.shape[0] == b.origin[0] for a, b in pairwise(regions))
+
+
+def test_one_tensor_cut_by_rows_is_the_same_under_three_rules() -> None:
+    """`column` is `gated` of one tensor, and `vocab` without padding."""
+    fused = Fused((spec("a", 12, 5),))
+    for rank in range(3):
+        cut = Cut("tp", rank, 3)
+        placed = column(fused, cut)
+        assert placed == gated(fused, cut) == vocab(fused, cut)
+        assert placed.shape == (4, 5) and placed.regions[0].box == Box((4 * rank, 0), (4 * rank + 4, 5))
+    assert vocab(replace(fused, padded_rows=32), Cut("tp", 3, 4)).regions == ()
 
 
 @pytest.mark.parametrize(

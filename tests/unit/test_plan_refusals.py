@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from layout_reference import Model, config
-from layout_world import World, make_world
 
 from megastream.layout.box import Box
 from megastream.layout.engine import EngineParam, engine_rank_layout
@@ -17,6 +15,8 @@ from megastream.layout.shard import BufferSpec, RankLayout, TensorSpec
 from megastream.layout.trainer import TrainerParam, trainer_rank_layout
 from megastream.plan import CoverageError, prove_coverage
 from megastream.plan.types import Piece
+from tests.helpers.layout_reference import Model, config
+from tests.helpers.layout_world import World, make_world
 
 SMALL = dict(num_hidden_layers=2, num_experts=4, hidden_size=16, vocab_size=70, moe_intermediate_size=6)
 TP1 = {"tp": 0, "tp_size": 1, "etp": 0, "etp_size": 1, "pp": 0, "ep": 0}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layout_reference import Model, config
-from layout_world import differing, execute, make_world, view
 
 from megastream.layout.engine import whole_rank_layout
+from tests.helpers.layout_reference import Model, config
+from tests.helpers.layout_world import differing, execute, make_world, view
 
 MODEL = cache(lambda **changes: Model(config(**changes)))
 

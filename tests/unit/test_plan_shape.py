@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from layout_reference import Model, config
-from layout_world import World, make_world
 from typer.testing import CliRunner
 
 from megastream.cli.plan import plan_command
@@ -19,9 +17,13 @@ from megastream.layout.mesh import parse_engine_mesh, parse_trainer_mesh
 from megastream.layout.synthetic import engine_layouts, trainer_layouts
 from megastream.plan import build_plan
 from megastream.plan.cost import plan_cost
-from megastream.plan.manifest import Totals, buffers_of_units, check_emitted, source_totals
+from megastream.plan.manifest import Totals, buffers_of_units, source_totals, target_totals
+from tests.helpers.layout_reference import Model, config
+from tests.helpers.layout_world import World, make_world
 
 OPTIONS = dict(kind="stream", piece_bytes=1 << 16, experts_per_unit=8, finality="pipelined")
+
+TINY = dict(num_hidden_layers=1, num_experts=2)
 
 
 @cache
@@ -90,17 +92,13 @@ def test_units_name_the_buffers_they_wait_for() -> None:
     assert sum(len(unit) for unit in needs.values()) > len(pairs)
 
 
-def test_emissions_are_held_against_the_plan() -> None:
+def test_totals_list_every_rank() -> None:
     plan = world().plan()
-    emitted = source_totals(plan)
-    check_emitted(plan, emitted)
-    assert sum(item.payload_bytes for item in emitted.values()) == plan.payload_bytes
-    with pytest.raises(ValueError, match="trainer rank 2 did not report its"):
-        check_emitted(plan, {rank: item for rank, item in emitted.items() if rank != 2})
-    with pytest.raises(ValueError, match="trainer rank 1 emitted"):
-        check_emitted(plan, emitted | {1: Totals()})
-    with pytest.raises(ValueError, match=r"trainer ranks \[9\]"):
-        check_emitted(plan, emitted | {9: Totals()})
+    for totals in (source_totals(plan), target_totals(plan)):
+        assert sum(item.payload_bytes for item in totals.values()) == plan.payload_bytes
+        assert sum(item.pieces for item in totals.values()) == len(plan.pieces)
+    one = make_world(Model(config(**TINY)), "dp8", "tp1", trainer_stages=(1,), engine_stages=(1,)).plan()
+    assert list(source_totals(one)) == list(range(8)) and source_totals(one)[7] == Totals()
 
 
 def test_options_are_refused_by_name() -> None:
@@ -152,6 +150,7 @@ def test_the_command_prints_tables_and_json(tmp_path: Path) -> None:
     code, text = run_command(*layouts, "--json")
     report = json.loads(text)
     assert code == 0 and report["bytes"] == report["bytes_floor"] == sum(report["trainer"]["bytes"].values())
+    assert all(unit["buckets"] for unit in report["units"])
     assert report["trainer"]["ranks"] == 4 and len(report["units"]) == 4 * (1 + 2) + 3
     code, text = run_command(*layouts)
     assert code == 0 and report["digest"] in text and "lm_head.weight" in text

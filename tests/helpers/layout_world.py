@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from layout_reference import Arrays, Model, megatron_rank, split_layers, vllm_experts, vllm_rank
 from numpy.lib.stride_tricks import as_strided
 
 from megastream.layout.engine import EngineParam, engine_rank_layout
@@ -14,6 +13,7 @@ from megastream.layout.mesh import Mesh, engine_coords, parse_engine_mesh, parse
 from megastream.layout.shard import BufferSpec, RankLayout
 from megastream.layout.trainer import TrainerParam, trainer_rank_layout
 from megastream.plan import Plan, build_plan
+from tests.helpers.layout_reference import Arrays, Model, megatron_rank, split_layers, vllm_experts, vllm_rank
 
 
 @dataclass
