@@ -295,4 +295,4 @@ class Coordinator:
                 self._fail(self._bond, reason)
 
     def _serving(self) -> str:
-        return f"version {self._core.live_version()} keeps serving"
+        return "the engine is poisoned" if self._poisoned else f"version {self._core.live_version()} keeps serving"

@@ -19,6 +19,10 @@ class SyncError(RuntimeError):
     """The attachment cannot go on, or a wait reached its deadline. Says who waited for whom, or who failed and why."""
 
 
+class EnginePoisoned(SyncError):
+    """A version did not become live on all engine ranks. The attachment goes on: the next version heals the engine."""
+
+
 class Journal:
     """Collects who is ready, this incarnation's Attach, and its book. Only `wait` blocks."""
 

@@ -131,7 +131,7 @@ class Binder:
             self._rank,
             self._trainer.buffers,
             lanes,
-            _headers(self._log.run_id, attach, plan.digest),
+            header_maker(self._log.run_id, attach, plan.digest),
             slots_per_target=self._settings.slots_per_target,
             deadline_s=self._settings.transfer_s,
         )
@@ -154,7 +154,7 @@ class Binder:
         return int(drawn)
 
 
-def _headers(run_id: str, attach: Attach, digest: str) -> MakeHeader:
+def header_maker(run_id: str, attach: Attach, digest: str) -> MakeHeader:
     def make_header(piece: Piece, version: int, attempt: int, checksum: int) -> PieceHeader:
         return PieceHeader(
             kind="piece",

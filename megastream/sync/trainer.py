@@ -26,7 +26,7 @@ from typing import TypeVar
 from megastream.plan.types import Plan
 from megastream.protocol.book import TrainerBook
 from megastream.protocol.control import ControlError, ControlLog
-from megastream.protocol.journal import Journal, SyncError
+from megastream.protocol.journal import EnginePoisoned, Journal, SyncError
 from megastream.protocol.lane import LaneError
 from megastream.protocol.records import (
     Accepted,
@@ -36,6 +36,7 @@ from megastream.protocol.records import (
     Emitted,
     Failed,
     PlanKind,
+    Poisoned,
     TrainingFinished,
 )
 from megastream.sync.binding import Binder, TrainerModel
@@ -190,16 +191,17 @@ class TrainerSync:
         self._emit(lambda emitter: emitter.wait_packed())
 
     def wait_committed(self, version: int, deadline_s: float) -> Committed:
-        """Blocks until `version` or a newer one is live on the engine. SyncError when the engine was poisoned by it."""
+        """Blocks until `version` or a newer one is live. EnginePoisoned when the engine could not take `version`."""
         book = self._book
 
-        def check() -> Committed | None:
-            found = book.committed_at(version)
-            if found is None and book.poisoned is not None and book.poisoned.version == version:
-                raise SyncError(f"engine {book.engine} is poisoned: {book.poisoned.reason}")
-            return found
+        def check() -> Committed | Poisoned | None:
+            broken = book.poisoned is not None and book.poisoned.version == version
+            return book.committed_at(version) or (book.poisoned if broken else None)
 
-        return self._wait(check, deadline_s, f"version {version} to become live on engine {book.engine}")
+        found = self._wait(check, deadline_s, f"version {version} to become live on engine {book.engine}")
+        if isinstance(found, Poisoned):
+            raise EnginePoisoned(f"engine {found.engine} is poisoned: {found.reason}")
+        return found
 
     # ---- inside
 

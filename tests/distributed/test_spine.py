@@ -2,115 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
-from megastream.engine.agent import RankAgent
-from megastream.engine.coordinator import Coordinator
-from megastream.engine.settings import EngineSettings
-from megastream.protocol.records import Committed, Detached, Failed
-from megastream.sync import TrainerSettings, TrainerSync
-from megastream.transport.gloo import GlooReceiver
-from tests.helpers.fake_engine import FakeCore, FakeLive
+from megastream.protocol.records import Attached, Committed, Detached, Failed, Poisoned, TrainingFinished
+from megastream.sync import SyncError, TrainerSync, binding
 from tests.helpers.fake_trainer import FakeTrainer, train_step
-from tests.helpers.memory_log import MemoryLog, MemoryStore
-from tests.helpers.synthetic import differing, engine_side, trainer_side
-
-TRAINER = "tp1 pp2(2,1) ep2"
-ENGINE_SETTINGS = EngineSettings(bind_s=10, transfer_s=5, liveness_s=20, commit_s=5, detach_s=5, poll_s=0.05)
-
-
-def trainer_settings(launch: str, **changes: Any) -> TrainerSettings:
-    times = dict(ready_s=10.0, bind_s=10.0, transfer_s=10.0, attach_s=10.0, detach_s=10.0)
-    return TrainerSettings(launch=launch, piece_bytes=4096, experts_per_unit=2, **{**times, **changes})
-
-
-@dataclass
-class Engine:
-    store: MemoryStore
-    lives: list[FakeLive]
-    agents: list[RankAgent]
-    core: FakeCore
-    coordinator: Coordinator
-
-    def records(self, kind: type) -> list[Any]:
-        return [record for record in self.store.records if isinstance(record, kind)]
-
-    def differing(self, version: int) -> list[str]:
-        return [name for live in self.lives for name in differing(live.layout, live.buffers, version)]
-
-
-@contextmanager
-def engine(mesh: str, version: int = 0, settings: EngineSettings = ENGINE_SETTINGS) -> Iterator[Engine]:
-    store = MemoryStore()
-    lives = [FakeLive(layout, version) for layout in engine_side(mesh)]
-    receivers = [GlooReceiver("127.0.0.1") for _ in lives]
-    agents = [
-        RankAgent(
-            MemoryLog(store),
-            engine="e",
-            rank=rank,
-            world_size=len(lives),
-            live=live,
-            receiver=receiver,
-            settings=settings,
-        )
-        for rank, (live, receiver) in enumerate(zip(lives, receivers, strict=True))
-    ]
-    core = FakeCore(agents)
-    coordinator = Coordinator(MemoryLog(store), engine="e", world_size=len(lives), core=core, settings=settings)
-    for agent in agents:
-        agent.start()
-    coordinator.start()
-    try:
-        yield Engine(store, lives, agents, core, coordinator)
-    finally:
-        coordinator.close()
-        core.close()
-        for agent in agents:
-            agent.close()
-        for receiver in receivers:
-            receiver.close()
-
-
-Body = Callable[[TrainerSync, FakeTrainer], None]
-
-
-def train(store: MemoryStore, body: Body, *, version: int = 0, settings: TrainerSettings) -> list[BaseException | None]:
-    """Runs `body` on every trainer rank, each in a thread; what each of them raised."""
-    layouts = trainer_side(TRAINER)
-    outcomes: list[BaseException | None] = [None] * len(layouts)
-
-    def run(rank: int) -> None:
-        trainer = FakeTrainer(layouts[rank], version)
-        sync = TrainerSync(MemoryLog(store), rank=rank, world_size=len(layouts), trainer=trainer, settings=settings)
-        try:
-            body(sync, trainer)
-        except BaseException as error:  # noqa: BLE001  handed to the test
-            outcomes[rank] = error
-        finally:
-            sync.close()
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(layouts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a trainer rank hangs"
-    return outcomes
-
-
-def eventually(check: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < end, "not reached in time"
-        time.sleep(0.02)
+from tests.helpers.memory_log import MemoryStore
+from tests.helpers.spine import ENGINE_SETTINGS, engine, eventually, train, trainer_settings
 
 
 @pytest.mark.parametrize("mesh", ["tp1 pp2", "tp2 ep2"])
@@ -133,3 +39,210 @@ def test_versions_arrive_bit_for_bit_and_a_new_incarnation_goes_on(mesh: str) ->
         assert e.differing(7) == []
         assert len(e.records(Detached)) == 2
         assert e.records(Failed) == []
+
+
+def steps(*versions: int, finish: bool = True) -> Any:
+    """A training loop that waits for every version to be live."""
+
+    def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
+        sync.attach()
+        for version in versions:
+            train_step(sync, trainer, version)
+            sync.wait_committed(version, 10)
+        if finish:
+            sync.finished("done")
+
+    return body
+
+
+def test_a_slow_engine_holds_the_trainer_up_and_takes_the_newest() -> None:
+    """The core stands still while the trainer goes on: two versions fit into staging, the third waits in its slots."""
+
+    def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
+        sync.attach()
+        if sync.rank == 0:
+            e.core.hold.clear()
+        barrier.wait(10)
+        for version in range(1, 5):
+            train_step(sync, trainer, version)
+            if version == 3 and sync.rank == 0:
+                time.sleep(0.3)
+                assert sync.live_version == 0
+                e.core.hold.set()
+        sync.finished("done")
+
+    barrier = threading.Barrier(4)
+    with engine("tp1 pp2") as e:
+        assert train(e.store, body, settings=trainer_settings("a")) == [None] * 4
+        committed = [record.version for record in e.records(Committed)]
+        assert committed == sorted(committed) and committed[-1] == 4
+        assert e.differing(4) == []
+
+
+def test_other_weights_are_refused_before_training() -> None:
+    """The trainer starts from another checkpoint than the engine serves: named, and the engine serves on."""
+    with engine("tp1 pp2") as e:
+        outcomes = train(e.store, steps(1), version=9, settings=trainer_settings("a"))
+        for outcome in outcomes:
+            assert isinstance(outcome, SyncError)
+            assert "version 0 is not what engine e serves" in str(outcome) and "tensors differ" in str(outcome)
+        assert e.differing(0) == [] and e.core.commits == []
+        assert train(e.store, steps(2), settings=trainer_settings("b")) == [None] * 4, "the right weights, later"
+        assert e.differing(2) == []
+
+
+def test_one_flipped_bit_in_a_live_weight_is_found_at_attach() -> None:
+    with engine("tp2 ep2") as e:
+        name = next(iter(e.lives[1].buffers))
+        e.lives[1].buffers[name].view(dtype=torch.int16)[3] ^= 1
+        outcome = train(e.store, steps(1), settings=trainer_settings("a"))[0]
+        assert f"1 of {len(e.lives[1].buffers)} tensors differ on engine rank 1, first {name}" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"checksum": 1}, "checksum"),
+        ({"plan_digest": "other"}, "plan_digest is 'other'"),
+        ({"seq": 0}, "refused piece 0 .* unit is .* planned"),
+    ],
+)
+def test_a_bad_piece_ends_the_version_on_all_ranks_and_the_next_attachment_works(
+    changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = binding.header_maker
+
+    def bad(*terms: Any) -> Any:
+        make = good(*terms)
+
+        def make_header(piece: Any, version: int, attempt: int, checksum: int) -> Any:
+            header = make(piece, version, attempt, checksum)
+            return msgspec.structs.replace(header, **changes) if version == 2 and piece.seq == spoiled else header
+
+        return make_header
+
+    spoiled = 25
+    monkeypatch.setattr(binding, "header_maker", bad)
+    with engine("tp1 pp2") as e:
+        begin = time.monotonic()
+        outcomes = train(e.store, steps(1, 2), settings=trainer_settings("a"))
+        assert time.monotonic() - begin < 8
+        assert all(isinstance(outcome, SyncError) for outcome in outcomes), outcomes
+        assert re.search(words, e.records(Failed)[0].reason), e.records(Failed)
+        assert e.differing(1) == [], "the version before keeps serving, whole"
+        monkeypatch.setattr(binding, "header_maker", good)
+        assert train(e.store, steps(3, 4), version=1, settings=trainer_settings("b")) == [None] * 4
+        assert e.differing(4) == []
+
+
+def test_a_trainer_rank_that_raises_in_mid_version_ends_all_ranks() -> None:
+    def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
+        sync.attach()
+        sync.begin(1, 1)
+        for index, buffer in enumerate(trainer.buffers):
+            if sync.rank == 2 and index == 1:
+                raise ZeroDivisionError("injected")
+            sync.final(buffer)
+        sync.accept()
+        sync.finish()
+        sync.finished("done")
+
+    with engine("tp2 ep2") as e:
+        outcomes = train(e.store, body, settings=trainer_settings("a"))
+        assert [type(outcome) for outcome in outcomes] == [SyncError, SyncError, ZeroDivisionError, SyncError]
+        assert "trainer rank 2 failed: left before training was finished" in str(outcomes[0])
+        eventually(lambda: len(e.records(Detached)) == 1)
+        assert e.differing(0) == [] and e.records(Committed) == []
+        assert train(e.store, steps(2), settings=trainer_settings("b")) == [None] * 4
+        assert e.differing(2) == []
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_commit_is_repeated_once_and_then_poisons_until_the_next_version(failures: int) -> None:
+    def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
+        sync.attach()
+        if sync.rank == 0:
+            e.lives[1].break_commits = failures
+        train_step(sync, trainer, 1)
+        if failures == 1:
+            sync.wait_committed(1, 10)
+        else:
+            with pytest.raises(SyncError, match="poisoned.*rank 1.*injected: the copy failed"):
+                sync.wait_committed(1, 10)
+        train_step(sync, trainer, 2)
+        sync.wait_committed(2, 10)
+        sync.finished("done")
+
+    with engine("tp1 pp2") as e:
+        assert train(e.store, body, settings=trainer_settings("a")) == [None] * 4
+        assert len(e.core.poisons) == len(e.records(Poisoned)) == failures - 1
+        assert [record.version for record in e.records(Committed)] == [1, 2][failures - 1 :]
+        assert e.differing(2) == []
+
+
+def test_a_new_start_supersedes_a_hanging_one() -> None:
+    def hang(sync: TrainerSync, trainer: FakeTrainer) -> None:
+        sync.attach()
+        with pytest.raises(SyncError, match="superseded by incarnation 2"):
+            sync.wait_committed(1, 10)
+
+    with engine("tp1 pp2") as e:
+        first = threading.Thread(target=lambda: outcomes.extend(train(e.store, hang, settings=trainer_settings("a"))))
+        outcomes: list[Any] = []
+        first.start()
+        eventually(lambda: len(e.records(Attached)) == 1)
+        assert train(e.store, steps(2), settings=trainer_settings("b")) == [None] * 4
+        first.join(10)
+        assert outcomes == [None] * 4
+        assert e.differing(2) == []
+
+
+def test_a_trainer_that_says_nothing_is_ended_at_the_deadline() -> None:
+    def silent(sync: TrainerSync, trainer: FakeTrainer) -> None:
+        sync.attach()
+        with pytest.raises(SyncError, match="heard nothing from the trainer for 0.5 s|no header came within 0.5 s"):
+            sync.wait_committed(1, 10)
+
+    with engine("tp1 pp2", settings=replace(ENGINE_SETTINGS, liveness_s=0.5)) as e:
+        assert train(e.store, silent, settings=trainer_settings("a")) == [None] * 4
+        assert e.differing(0) == []
+
+
+def test_without_the_control_plane_the_engine_serves_on_and_the_trainer_says_why() -> None:
+    def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
+        sync.attach()
+        train_step(sync, trainer, 1)
+        sync.wait_committed(1, 10)
+        barrier.wait(10)
+        e.store.away = True
+        sync.wait_committed(2, 10)
+
+    barrier = threading.Barrier(4)
+    with engine("tp1 pp2") as e:
+        outcomes = train(e.store, body, settings=trainer_settings("a"))
+        assert all("the server in memory is away" in str(outcome) for outcome in outcomes), outcomes
+        assert e.differing(1) == [] and e.core.live_version() == 1
+
+
+def test_nobody_there_ends_with_who_waits_for_whom() -> None:
+    outcomes = train(MemoryStore(), steps(1), settings=trainer_settings("a", ready_s=0.5))
+    assert "trainer rank 0 waited 0.5 s for all ranks of an engine to come up" in str(outcomes[0])
+    assert "trainer rank 1 waited 0.5 s for trainer rank 0 to attach" in str(outcomes[1])
+
+
+def test_the_end_of_training_waits_for_the_last_version() -> None:
+    """Only TrainingFinished ends an attachment, and it is answered once the version it names is live."""
+
+    def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
+        sync.attach()
+        if sync.rank == 0:
+            e.core.hold.clear()
+        train_step(sync, trainer, 1)
+        if sync.rank == 0:
+            threading.Timer(0.5, e.core.hold.set).start()
+        sync.finished("done")
+
+    with engine("tp1 pp2") as e:
+        assert train(e.store, body, settings=trainer_settings("a")) == [None] * 4
+        order = [type(r) for r in e.store.records if isinstance(r, TrainingFinished | Committed | Detached)]
+        assert order == [TrainingFinished, Committed, Detached]

@@ -1,0 +1,110 @@
+"""Both sides in one process: agents and coordinator of a fake engine, trainer ranks as threads, real gloo lanes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megastream.engine.agent import RankAgent
+from megastream.engine.coordinator import Coordinator
+from megastream.engine.settings import EngineSettings
+from megastream.sync import TrainerSettings, TrainerSync
+from megastream.transport.gloo import GlooReceiver
+from tests.helpers.fake_engine import FakeCore, FakeLive
+from tests.helpers.fake_trainer import FakeTrainer
+from tests.helpers.memory_log import MemoryLog, MemoryStore
+from tests.helpers.synthetic import differing, engine_side, trainer_side
+
+TRAINER = "tp1 pp2(2,1) ep2"
+ENGINE_SETTINGS = EngineSettings(bind_s=10, transfer_s=5, liveness_s=20, commit_s=5, detach_s=5, poll_s=0.05)
+
+
+def trainer_settings(launch: str, **changes: Any) -> TrainerSettings:
+    times = dict(ready_s=10.0, bind_s=10.0, transfer_s=10.0, attach_s=10.0, detach_s=10.0)
+    return TrainerSettings(launch=launch, piece_bytes=4096, experts_per_unit=2, **{**times, **changes})
+
+
+@dataclass
+class Engine:
+    store: MemoryStore
+    lives: list[FakeLive]
+    agents: list[RankAgent]
+    core: FakeCore
+    coordinator: Coordinator
+
+    def records(self, kind: type) -> list[Any]:
+        return [record for record in self.store.records if isinstance(record, kind)]
+
+    def differing(self, version: int) -> list[str]:
+        return [name for live in self.lives for name in differing(live.layout, live.buffers, version)]
+
+
+@contextmanager
+def engine(mesh: str, version: int = 0, settings: EngineSettings = ENGINE_SETTINGS) -> Iterator[Engine]:
+    store = MemoryStore()
+    lives = [FakeLive(layout, version) for layout in engine_side(mesh)]
+    receivers = [GlooReceiver("127.0.0.1") for _ in lives]
+    agents = [
+        RankAgent(
+            MemoryLog(store),
+            engine="e",
+            rank=rank,
+            world_size=len(lives),
+            live=live,
+            receiver=receiver,
+            settings=settings,
+        )
+        for rank, (live, receiver) in enumerate(zip(lives, receivers, strict=True))
+    ]
+    core = FakeCore(agents)
+    coordinator = Coordinator(MemoryLog(store), engine="e", world_size=len(lives), core=core, settings=settings)
+    for agent in agents:
+        agent.start()
+    coordinator.start()
+    try:
+        yield Engine(store, lives, agents, core, coordinator)
+    finally:
+        coordinator.close()
+        core.close()
+        for agent in agents:
+            agent.close()
+        for receiver in receivers:
+            receiver.close()
+
+
+Body = Callable[[TrainerSync, FakeTrainer], None]
+
+
+def train(store: MemoryStore, body: Body, *, version: int = 0, settings: TrainerSettings) -> list[BaseException | None]:
+    """Runs `body` on every trainer rank, each in a thread; what each of them raised."""
+    layouts = trainer_side(TRAINER)
+    outcomes: list[BaseException | None] = [None] * len(layouts)
+
+    def run(rank: int) -> None:
+        trainer = FakeTrainer(layouts[rank], version)
+        sync = TrainerSync(MemoryLog(store), rank=rank, world_size=len(layouts), trainer=trainer, settings=settings)
+        try:
+            body(sync, trainer)
+        except BaseException as error:  # noqa: BLE001  handed to the test
+            outcomes[rank] = error
+        finally:
+            sync.close()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(layouts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a trainer rank hangs"
+    return outcomes
+
+
+def eventually(check: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, "not reached in time"
+        time.sleep(0.02)
