@@ -198,7 +198,9 @@ class TrainerSync:
             broken = book.poisoned is not None and book.poisoned.version == version
             return book.committed_at(version) or (book.poisoned if broken else None)
 
-        found = self._wait(check, deadline_s, f"version {version} to become live on engine {book.engine}")
+        found: Committed | Poisoned = self._wait(
+            check, deadline_s, f"version {version} to become live on engine {book.engine}"
+        )
         if isinstance(found, Poisoned):
             raise EnginePoisoned(f"engine {found.engine} is poisoned: {found.reason}")
         return found

@@ -93,9 +93,9 @@ def _install_on_cpu() -> None:
 
     cpu, stream = torch.device("cpu"), _NullStream()
     # Buffers, point-to-point receives, tensor-parallel mappings and the router ask for the current device.
-    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: cpu
     # The alltoall dispatcher, and from 0.19 on every gradient reduction, orders streams.
-    torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda device=None: stream
     token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_on_cpu
     # fork() becomes a null context: exact as long as dropout is 0, which `model` enforces.

@@ -140,7 +140,7 @@ class Emitter:
             self._leases.add(buffer_name)
         event = None
         if self._buffers[buffer_name].is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record()
         self._final.put((buffer_name, event))
 

@@ -180,7 +180,7 @@ class _MarkedRMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
 def _layer_spec(transformer: Any, stage: int | None) -> Any:

@@ -29,7 +29,7 @@ class Packer:
     """
 
     def __init__(self, device: torch.device, max_bytes: int) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._packed = torch.empty(max_bytes if self._stream else 0, dtype=torch.uint8, device=device)
 
     def new_slot(self, num_bytes: int) -> torch.Tensor:
