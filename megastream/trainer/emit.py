@@ -70,7 +70,9 @@ class _Caught:
 
 
 class Emitter:
-    """Emits this rank's pieces. All methods are called by the training thread, on every trainer rank.
+    """Emits this rank's pieces; made and used on every trainer rank.
+
+    `begin`, `final` and `wait_packed` belong to the training thread; `drain` may wait in another one meanwhile.
 
     `buffers` are live tensors by bucket name; `lanes` has one lane per engine rank that this rank sends to. With
     nothing to send for this rank every call is a no-op and the report is zero.

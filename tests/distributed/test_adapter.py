@@ -11,12 +11,11 @@ from safetensors.torch import save_file
 
 from megastream.families import family_of, load_shape
 from megastream.rl import oracle
-from megastream.rl.config import ModelConfig
 from megastream.trainer import model
 from megastream.trainer.adapter import MegatronAdapter, mesh_coords
 from megastream.trainer.config import TrainerConfig
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import BATCH, MICROBATCHES, SEQUENCE, batches, hf_config, hf_shapes, tiny_config
+from tests.helpers.tiny import BATCH, MICROBATCHES, SEQUENCE, batches, hf_config, hf_shapes, oracle_model, tiny_config
 
 
 def tagged(config: TrainerConfig) -> dict[str, torch.Tensor]:
@@ -76,22 +75,9 @@ def test_loaded_parameters_are_the_checkpoint(settings: dict[str, Any], world_si
     save_file(expected, tmp_path / "model.safetensors")
     run_ranks(_load_body, world_size, config=config, folder=str(tmp_path))
     dumps = [oracle.read_dump(tmp_path / f"raw/rank{rank}.safetensors", rank) for rank in range(world_size)]
-    found = oracle.to_hf(oracle.gather(dumps), _oracle_model(config))
+    found = oracle.to_hf(oracle.gather(dumps), oracle_model(config))
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
-
-
-def _oracle_model(config: TrainerConfig) -> ModelConfig:
-    return ModelConfig(
-        layers=config.layers,
-        hidden=config.hidden,
-        heads=config.heads,
-        kv_heads=config.kv_groups,
-        head_dim=config.head_dim,
-        experts=config.experts,
-        top_k=config.top_k,
-        expert_ffn=config.expert_ffn,
-    )
 
 
 def _masters_body(
@@ -133,7 +119,7 @@ def test_a_step_with_lr_0_leaves_loaded_weights(tmp_path: Path) -> None:
 def _refusals_body(rank: int, world_size: int, init_method: str, config: TrainerConfig, folder: str) -> list[str]:
     model.start_process_group(config, rank=rank, world_size=world_size, init_method=init_method, deadline_s=60)
     chunks, optimizer, adapter = _adapter(config)
-    messages = []
+    messages, shape = [], load_shape(hf_config(config))
 
     def refused(call: Any) -> None:
         try:
@@ -149,10 +135,10 @@ def _refusals_body(rank: int, world_size: int, init_method: str, config: Trainer
     refused(lambda: adapter.stepper("early", print))
     refused(lambda: adapter.stepper("never", print))  # type: ignore[arg-type]
     optimizer.config.loss_scale = 128.0
-    refused(lambda: MegatronAdapter(chunks, optimizer, adapter._family, adapter._shape))
+    refused(lambda: MegatronAdapter(chunks, optimizer, adapter.family, shape))
     optimizer.config.loss_scale = None
     chunks[0].ddp_config.overlap_param_gather = True
-    refused(lambda: MegatronAdapter(chunks, optimizer, adapter._family, adapter._shape))
+    refused(lambda: MegatronAdapter(chunks, optimizer, adapter.family, shape))
     return messages
 
 

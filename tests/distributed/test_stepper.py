@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import pytest
@@ -122,3 +123,31 @@ def test_a_bucket_that_is_not_stepped_shows() -> None:
     stock, broken = run_ranks(_body, 1, config=config, runs=runs)[0]
     assert stock["params"] != broken["params"]
     assert stock["trace"] != broken["trace"]
+
+
+def _not_finite_body(rank: int, world_size: int, init_method: str, config: TrainerConfig, finality: Any) -> Any:
+    model.start_process_group(config, rank=rank, world_size=world_size, init_method=init_method, deadline_s=60)
+    chunks, optimizer = model.build(config)
+    final: list[str] = []
+    stepper = make_stepper(finality, optimizer, buckets.cut(chunks, optimizer, 6000), final.append)
+    results = []
+    for value in (1.0, math.nan):
+        final.clear()
+        before = _digest(p for chunk in chunks for p in chunk.parameters())
+        for chunk in chunks:
+            for buffer in chunk.buffers:
+                buffer.grad_data.fill_(1.0)
+                if rank == world_size - 1:
+                    buffer.grad_data[-200] = value
+        result = stepper.step()
+        after = _digest(p for chunk in chunks for p in chunk.parameters())
+        results.append((result.ok, math.isfinite(result.grad_norm), bool(final), before == after))
+    return results
+
+
+@pytest.mark.parametrize(("finality", "untouched"), [("pipelined", True), ("whole", False)])
+def test_gradients_that_are_not_finite_make_no_version(finality: str, untouched: bool) -> None:
+    """One rank's NaN is everybody's: not ok, nothing final. Pipelined leaves the weights as they were; stock does not."""
+    for good, bad in run_ranks(_not_finite_body, 2, config=tiny_config(layers=1), finality=finality):
+        assert good == (True, True, True, False)
+        assert bad == (False, False, False, untouched)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megastream.rl.config import ModelConfig
 from megastream.trainer.config import TrainerConfig
 from megastream.trainer.model import TokenBatch
 
@@ -74,3 +75,17 @@ def hf_shapes(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied:
         shapes["lm_head.weight"] = (config.vocab, hidden)
     return shapes
+
+
+def oracle_model(config: TrainerConfig) -> ModelConfig:
+    """The same model, as the oracle of `rl/` wants it."""
+    return ModelConfig(
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.kv_groups,
+        head_dim=config.head_dim,
+        experts=config.experts,
+        top_k=config.top_k,
+        expert_ffn=config.expert_ffn,
+    )

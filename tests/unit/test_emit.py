@@ -90,7 +90,6 @@ def buffers() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def emitter(lanes: dict[int, FakeLane], **settings: Any) -> Iterator[Emitter]:
-    before = threading.active_count()
     made = Emitter(
         settings.pop("plan", plan()),
         RANK,
@@ -107,7 +106,7 @@ def emitter(lanes: dict[int, FakeLane], **settings: Any) -> Iterator[Emitter]:
             lane.gate.set()
         made.close()
         made.close()
-        assert threading.active_count() == before
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("emit-")] == []
         assert all(lane.closed for lane in lanes.values())
 
 

@@ -1,0 +1,60 @@
+"""Optimizers that count steps per group, as the fused ones do, survive a step that is taken bucket by bucket."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megastream.trainer.compat import MainShard, SplitStep
+
+
+class GroupCounting(torch.optim.Optimizer):
+    """Momentum with a bias correction by the group's own step, which is an int and absent before the first one."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                moment = self.state[param].setdefault("moment", torch.zeros_like(param))
+                moment.mul_(0.9).add_(param.grad)
+                param.sub_(group["lr"] * moment / (1 - 0.9 ** group["step"]))
+
+
+def _optimizer() -> tuple[Any, list[MainShard]]:
+    params = [torch.nn.Parameter(torch.arange(4.0) + 10 * index) for index in range(5)]
+    groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.5}, {"params": []}]
+    inner = GroupCounting(groups[:2])
+    inner.param_groups.append({**inner.param_groups[0], "params": []})
+    member = SimpleNamespace(optimizer=inner)
+    homes = [inner.param_groups[0 if index < 3 else 1] for index in range(5)]
+    return member, [MainShard(p, p, 0, 4, member, home) for p, home in zip(params, homes, strict=True)]
+
+
+def _run(split: bool) -> tuple[list[torch.Tensor], list[int]]:
+    member, shards = _optimizer()
+    for step in range(4):
+        for group in member.optimizer.param_groups:
+            group["lr"] = 0.1 * (step + 1)
+        for index, shard in enumerate(shards):
+            shard.main.grad = torch.full((4,), float(index + step))
+        if not split:
+            member.optimizer.step()
+            continue
+        stepping = SplitStep(member)
+        for subset in ([3, 1], [0], [4, 2]):
+            stepping.step(member, [shards[index] for index in subset])
+        stepping.finish()
+    values = [shard.main.detach() for shard in shards]
+    return values, [group["step"] for group in member.optimizer.param_groups]
+
+
+def test_a_split_step_is_the_step() -> None:
+    whole, split = _run(split=False), _run(split=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole[0], split[0], strict=True))
+    assert whole[1] == split[1] == [4, 4, 4]
