@@ -7,6 +7,7 @@ What gloo (torch 2.13, TCP) does, and what follows from it here:
 * When the peer's socket closes, operations that are *posted* fail at once, but the one whose bytes are *on the way*
   is forgotten and waits for its whole timeout. So nobody waits on a payload: both ends wait on a small message that is
   posted behind it (the receiver on a trailer, the sender on the acknowledgement).
+* A posted operation lives only as long as its Work object: dropped, its message is never sent.
 * Nothing in the Python interface cancels a wait. A wait of 1 ms on a message that never comes does: its timeout
   fails every posted operation of the group (`GlooPair.abort`).
 """
@@ -14,6 +15,7 @@ What gloo (torch 2.13, TCP) does, and what follows from it here:
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -81,6 +83,8 @@ class GlooPair:
             late = time.monotonic() - started >= timeout_s * 0.9
             raise (PairTimeout if late else PairBroken)(_one_line(error)) from error
         self._group.set_timeout(_FOREVER)
+        # A group with a posted header joins its thread when it is destroyed: forgotten, it would hold up the exit.
+        self._finalize = weakref.finalize(self, _abort, self._group, self.peer)
 
     def post_send(self, tensor: torch.Tensor, tag: int) -> Work:
         return self._post(self._group.send, tensor, tag)
@@ -100,18 +104,13 @@ class GlooPair:
     def abort(self) -> None:
         """Fails every operation posted on this group, here and in other threads, and all later ones."""
         group = self._group
-        if group is None:
-            return
-        try:
-            nothing = group.recv([torch.empty(1, dtype=torch.uint8)], self.peer, ABORT_TAG)
-            nothing.wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass  # the timeout is the point; a group that is broken already needs none
+        if group is not None:
+            _abort(group, self.peer)
 
     def close(self) -> None:
         """Aborts, and frees sockets and threads."""
-        self.abort()
         self._group = None
+        self._finalize()
 
     def _post(self, operation: Callable[..., Work], tensor: torch.Tensor, tag: int) -> Work:
         try:
@@ -128,6 +127,14 @@ def wait(work: Work, until: float) -> None:
     except RuntimeError as error:
         kind = PairTimeout if time.monotonic() >= until - _TIMER_S else PairBroken
         raise kind(_one_line(error)) from error
+
+
+def _abort(group: Any, peer: int) -> None:
+    try:
+        nothing = group.recv([torch.empty(1, dtype=torch.uint8)], peer, ABORT_TAG)
+        nothing.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        pass  # the timeout is the point; a group that is broken already needs none
 
 
 def _one_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,8 @@ RECEIVERS = {"gloo": "GlooReceiver"}
 HOST = "127.0.0.1"
 SLOT = 1 << 20
 
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch.distributed", "msgspec", "xxhash"])
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["torch", "torch.distributed", "msgspec", "xxhash"])
 
 
 def connect(transport: str, address: LaneAddress, deadline_s: float = 10.0) -> Any:
@@ -74,9 +75,19 @@ class Sender:
         self.pipe.close()
 
 
+def receive(lane: Any, deadline_s: float = 10.0) -> tuple[PieceHeader, torch.Tensor]:
+    """The next piece, acknowledged."""
+    got = lane.receive_header(deadline_s)
+    assert got is not None
+    into = torch.full((got.num_bytes,), 255, dtype=torch.uint8)
+    lane.receive_payload(got, into, deadline_s)
+    lane.acknowledge(got)
+    return got, into
+
+
 def start_sender(transport: str, address: LaneAddress, script: Callable[..., Any], *args: Any) -> Sender:
-    ours, theirs = _processes.Pipe()
-    process = _processes.Process(target=_sender, args=(transport, address, script, theirs, *args), daemon=True)
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=_sender, args=(transport, address, script, theirs, *args), daemon=True)
     process.start()
     theirs.close()
     return Sender(process, ours)
@@ -91,3 +102,39 @@ def _sender(transport: str, address: LaneAddress, script: Callable[..., Any], pi
     except (RuntimeError, ValueError) as error:
         result = f"{type(error).__name__}: {error}"
     pipe.send(result)
+
+
+def send_sizes(lane: Any, pipe: Any, sizes: list[int]) -> dict[str, int]:
+    for seq, size in enumerate(sizes):
+        payload = content(seq, size)
+        lane.send(header(seq, payload), payload, 10.0)
+    counters = lane.counters
+    return {"pieces": counters.pieces, "payload": counters.payload_bytes, "header": counters.header_bytes}
+
+
+def say_and_sleep(lane: Any, pipe: Any) -> None:
+    pipe.send("ready")
+    time.sleep(60)
+
+
+class Link:
+    """The receiving end in this process and the senders it is connected to."""
+
+    def __init__(self, transport: str) -> None:
+        self.transport = transport
+        self.receiver: Any = receiver(transport)
+        self.lanes: list[Any] = []
+        self.senders: list[Any] = []
+
+    def open(self, script: Callable[..., Any], *args: Any, source: int = 3) -> tuple[Any, Any]:
+        sender = start_sender(self.transport, self.receiver.address(source), script, *args)
+        self.senders.append(sender)
+        self.lanes.append(self.receiver.accept(source, 20.0))
+        return self.lanes[-1], sender
+
+    def close(self) -> None:
+        for lane in self.lanes:
+            lane.close()
+        self.receiver.close()
+        for sender in self.senders:
+            sender.end()

@@ -1,0 +1,249 @@
+"""What every transport must do when a peer is late, dead or gone, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megastream.protocol.lane import LaneAddress, LaneError, LaneTimeout
+from tests.contract.lanes import (
+    HOST,
+    SLOT,
+    TRANSPORTS,
+    Link,
+    connect,
+    content,
+    header,
+    processes,
+    receive,
+    receiver,
+    say_and_sleep,
+)
+
+ROOT = Path(__file__).parents[2]
+SOON_S = 2.0
+"""A dead peer is noticed within this time."""
+
+
+def test_nobody_comes(link: Link) -> None:
+    address = link.receiver.address(3)
+    with pytest.raises(LaneTimeout, match=rf"trainer 3 -> {HOST}.*nobody connected within 0\.5 s"):
+        link.receiver.accept(3, 0.5)
+    with pytest.raises(LaneError, match="no such lane"):
+        connect(link.transport, address, 5.0)
+    with pytest.raises(LaneTimeout, match=r"not accepted within 0\.5 s"):
+        connect(link.transport, link.receiver.address(3), 0.5)
+
+
+def wait_for_word(lane: Any, pipe: Any) -> None:
+    pipe.recv()
+    payload = content(0, 100)
+    lane.send(header(0, payload), payload, 10.0)
+
+
+def test_an_idle_deadline_leaves_the_lane_usable(link: Link) -> None:
+    lane, sender = link.open(wait_for_word)
+    for _ in range(3):
+        with pytest.raises(LaneTimeout, match=r"trainer3|trainer 3.*0\.1 s"):
+            lane.receive_header(0.1)
+    sender.pipe.send("go")
+    assert torch.equal(receive(lane)[1], content(0, 100))
+    assert lane.receive_header(5.0) is None
+
+
+def send_impatiently(lane: Any, pipe: Any) -> list[str]:
+    payload = content(0, SLOT)
+    said = []
+    for seq in range(2):
+        try:
+            lane.send(header(seq, payload), payload, 0.3)
+        except LaneError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_send_deadline_names_both_ends_and_the_seconds(link: Link) -> None:
+    _, sender = link.open(send_impatiently)
+    said = sender.result()
+    assert said[0].startswith("LaneTimeout: lane trainer 3 -> engine 1: ") and "0.3 s" in said[0]
+    assert said[1].startswith("LaneError") and "0.3 s" in said[1]
+
+
+def send_forever(lane: Any, pipe: Any) -> str:
+    payload = torch.ones(64 * SLOT, dtype=torch.uint8)
+    made = header(0, payload)
+    pipe.send("ready")
+    while True:
+        try:
+            lane.send(made, payload, 60.0)
+        except LaneError as error:
+            return f"{time.monotonic()} {error}"
+
+
+def test_a_payload_deadline_names_both_ends_and_the_seconds(link: Link) -> None:
+    lane, sender = link.open(send_forever)
+    got = lane.receive_header(5.0)
+    sender.result()
+    os.kill(sender.process.pid, signal.SIGSTOP)
+    with pytest.raises(LaneTimeout, match=r"trainer 3 -> engine 1.*s0\.l3\.e0:8.*0\.5 s"):
+        lane.receive_payload(got, torch.empty(got.num_bytes, dtype=torch.uint8), 0.5)
+    with pytest.raises(LaneError, match=r"0\.5 s"):
+        lane.receive_header(1.0)
+
+
+def test_a_sender_killed_while_the_receiver_is_idle(link: Link) -> None:
+    lane, sender = link.open(say_and_sleep)
+    sender.result()
+    threading.Timer(0.3, sender.process.kill).start()
+    started = time.monotonic()
+    with pytest.raises(LaneError, match="the peer is gone") as caught:
+        lane.receive_header(30.0)
+    assert not isinstance(caught.value, LaneTimeout)
+    assert time.monotonic() - started < 0.3 + SOON_S
+
+
+@pytest.mark.parametrize("after_s", [0.005, 0.03])
+def test_a_sender_killed_in_the_middle_of_a_payload(link: Link, after_s: float) -> None:
+    lane, sender = link.open(send_forever)
+    sender.result()
+    into = torch.empty(64 * SLOT, dtype=torch.uint8)
+    threading.Timer(after_s, sender.process.kill).start()
+    started = time.monotonic()
+    with pytest.raises(LaneError, match="trainer.*the peer is gone"):
+        while True:
+            got = lane.receive_header(30.0)
+            lane.receive_payload(got, into, 30.0)
+            lane.acknowledge(got)
+    assert time.monotonic() - started < after_s + SOON_S
+
+
+def receive_and_die(transport: str, pipe: Any, when: str) -> None:
+    """The receiving end as a process that kills itself."""
+    end = receiver(transport)
+    pipe.send(end.address(3))
+    lane = end.accept(3, 20.0)
+    got = lane.receive_header(20.0)
+    if when == "in the middle":
+        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        lane.receive_payload(got, torch.empty(got.num_bytes, dtype=torch.uint8), 20.0)
+        time.sleep(60)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("when", ["before the payload", "in the middle"])
+def test_a_receiver_killed_while_the_sender_waits(when: str, link: Link) -> None:
+    ours, theirs = processes.Pipe()
+    victim = processes.Process(target=receive_and_die, args=(link.transport, theirs, when), daemon=True)
+    victim.start()
+    assert ours.poll(20)
+    lane = connect(link.transport, ours.recv())
+    payload = torch.ones(256 * SLOT, dtype=torch.uint8)
+    made = header(0, payload)
+    started = time.monotonic()
+    try:
+        with pytest.raises(LaneError, match="trainer 3 -> engine 1.*the peer is gone"):
+            lane.send(made, payload, 30.0)
+        assert time.monotonic() - started < SOON_S
+        with pytest.raises(LaneError, match="the peer is gone"):
+            lane.send(made, payload, 30.0)
+    finally:
+        lane.close()
+        victim.kill()
+        victim.join(10)
+
+
+@pytest.mark.parametrize("where", ["header", "payload"])
+def test_abort_from_another_thread(link: Link, where: str) -> None:
+    lane, sender = link.open(send_forever if where == "payload" else say_and_sleep)
+    sender.result()
+    threading.Timer(0.4, lane.abort).start()
+    started = time.monotonic()
+    with pytest.raises(LaneError, match="aborted"):
+        got = lane.receive_header(30.0)
+        os.kill(sender.process.pid, signal.SIGSTOP)
+        lane.receive_payload(got, torch.empty(got.num_bytes, dtype=torch.uint8), 30.0)
+    assert time.monotonic() - started < 0.4 + SOON_S
+    os.kill(sender.process.pid, signal.SIGCONT)
+    lane.abort()
+
+
+def test_the_receiver_closes_first(link: Link) -> None:
+    lane, sender = link.open(send_forever)
+    sender.result()
+    receive(lane)
+    closed = time.monotonic()
+    lane.close()
+    lane.close()
+    at, text = sender.result().split(" ", 1)
+    assert "the peer is gone" in text
+    assert float(at) - closed < SOON_S
+    with pytest.raises(LaneError, match="closed"):
+        lane.receive_header(1.0)
+
+
+FORGETFUL = """
+import sys
+from tests.contract.lanes import receiver
+end = receiver(sys.argv[1])
+address = end.address(3)
+print(address.port, address.key, flush=True)
+lane = end.accept(3, 20.0)
+try:
+    lane.receive_header(0.1)
+except RuntimeError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_forgotten_lane_does_not_hold_up_the_exit(link: Link) -> None:
+    """Ends without closing anything while the sender idles."""
+    forgetful = subprocess.Popen(
+        [sys.executable, "-c", FORGETFUL, link.transport], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert forgetful.stdout is not None
+    port, key = forgetful.stdout.readline().split()
+    lane = connect(link.transport, LaneAddress(link.transport, HOST, int(port), key))
+    try:
+        assert "0.1 s" in forgetful.stdout.readline()
+        assert forgetful.wait(10) == 0
+    finally:
+        forgetful.kill()
+        forgetful.stdout.close()
+        lane.close()
+
+
+def threads_and_files() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def cycle(transport: str) -> None:
+    """One lane with both ends in this process."""
+    end = receiver(transport)
+    address = end.address(3)
+    made: list[Any] = []
+    thread = threading.Thread(target=lambda: made.append(connect(transport, address)))
+    thread.start()
+    lane = end.accept(3, 10.0)
+    thread.join(10)
+    made[0].close()
+    assert lane.receive_header(5.0) is None
+    lane.close()
+    end.close()
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_fifty_lanes_leave_no_thread_and_no_file(transport: str) -> None:
+    cycle(transport)
+    before = threads_and_files()
+    for _ in range(50):
+        cycle(transport)
+    assert threads_and_files() <= before
