@@ -147,7 +147,7 @@ def _not_finite_body(rank: int, world_size: int, init_method: str, config: Train
 
 @pytest.mark.parametrize(("finality", "untouched"), [("pipelined", True), ("whole", False)])
 def test_gradients_that_are_not_finite_make_no_version(finality: str, untouched: bool) -> None:
-    """One rank's NaN is everybody's: not ok, nothing final. Pipelined leaves the weights as they were; stock does not."""
+    """One rank's NaN is everybody's: not ok, nothing final. Pipelined leaves the weights alone; stock does not."""
     for good, bad in run_ranks(_not_finite_body, 2, config=tiny_config(layers=1), finality=finality):
         assert good == (True, True, True, False)
         assert bad == (False, False, False, untouched)
