@@ -64,6 +64,10 @@ class TrainerBook:
         """The commit that made `version` or a newer one live."""
         return next((record for record in self.committed if record.version >= version), None)
 
+    def is_poisoned_by(self, version: int) -> bool:
+        """The engine could not take this version, and no later one is live yet."""
+        return self.poisoned is not None and self.poisoned.version == version and self.committed_at(version) is None
+
     def not_bound(self) -> list[str]:
         """Who has not built the plan yet, e.g. ["trainer rank 3", "engine rank 1"]."""
         everybody = [(side, rank) for side, n in self.num_ranks.items() for rank in range(n)]

@@ -36,7 +36,6 @@ from megastream.protocol.records import (
     Emitted,
     Failed,
     PlanKind,
-    Poisoned,
     TrainingFinished,
 )
 from megastream.sync.binding import Binder, TrainerModel
@@ -101,12 +100,8 @@ class TrainerSync:
         except (ValueError, LaneError, EmitError, ControlError) as error:
             raise self._failed(str(error)) from error
         self._push_base(self._attach)
-        engine = self._attach.engine
-        return self._wait(
-            lambda: self._book.attached,
-            self._settings.attach_s,
-            f"engine {engine} to compare and take base version {self._version}",
-        )
+        missing = f"engine {self._attach.engine} to compare and take base version {self._version}"
+        return self._wait(lambda: self._book.attached, self._settings.attach_s, missing)
 
     def finished(self, reason: str) -> None:
         """Ends the attachment once the last version is out and the engine has answered. Blocks; all ranks."""
@@ -194,16 +189,11 @@ class TrainerSync:
         """Blocks until `version` or a newer one is live. EnginePoisoned when the engine could not take `version`."""
         book = self._book
 
-        def check() -> Committed | Poisoned | None:
-            broken = book.poisoned is not None and book.poisoned.version == version
-            return book.committed_at(version) or (book.poisoned if broken else None)
-
-        found: Committed | Poisoned = self._wait(
-            check, deadline_s, f"version {version} to become live on engine {book.engine}"
-        )
-        if isinstance(found, Poisoned):
-            raise EnginePoisoned(f"engine {found.engine} is poisoned: {found.reason}")
-        return found
+        missing = f"version {version} to become live on engine {book.engine}"
+        self._wait(lambda: book.committed_at(version) or book.is_poisoned_by(version), deadline_s, missing)
+        if (committed := book.committed_at(version)) is None:
+            raise EnginePoisoned(f"engine {book.engine} is poisoned: {book.poisoned and book.poisoned.reason}")
+        return committed
 
     # ---- inside
 

@@ -1,0 +1,137 @@
+"""Both sides as real processes over a real redis: engine ranks that answer a pipe, trainer ranks that can be killed."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megastream.control.redis_log import RedisLog
+from megastream.engine.agent import RankAgent
+from megastream.engine.contract import CommitRequest
+from megastream.engine.settings import EngineSettings
+from megastream.protocol.records import RankCommit
+from megastream.sync import TrainerSettings, TrainerSync
+from megastream.transport.gloo import GlooReceiver
+from tests.helpers.fake_engine import FakeLive
+from tests.helpers.fake_trainer import FakeTrainer
+from tests.helpers.ranks import PRELOAD
+from tests.helpers.synthetic import differing, engine_side, trainer_side
+
+RUN = "spine"
+LIFE_S = 100.0
+"""A process that lives longer dumps its stacks and dies."""
+
+Body = Callable[[TrainerSync, FakeTrainer, Connection], Any]
+
+
+class Process:
+    """One child with a pipe. `ask` sends and waits for the answer; `kill` is SIGKILL."""
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.pipe, there = context.Pipe()
+        self._lock = threading.Lock()
+        self.process = context.Process(target=_child, args=(target, there, *args), daemon=True)
+        self.process.start()
+        there.close()
+
+    def ask(self, *message: Any, seconds: float = 30.0) -> Any:
+        with self._lock:
+            self.pipe.send(message)
+            return self.answer(seconds)
+
+    def answer(self, seconds: float = 30.0) -> Any:
+        assert self.pipe.poll(seconds), f"process {self.process.pid} gave no answer for {seconds} s"
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(5)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(5)
+
+
+class RemoteRank(Process):
+    """An engine rank in its own process, as the fake core calls it."""
+
+    def __init__(self, url: str, mesh: str, rank: int, settings: EngineSettings) -> None:
+        super().__init__(serve_engine_rank, url, mesh, rank, settings)
+
+    def commit(self, request: CommitRequest) -> RankCommit:
+        return self._reply(("commit", request), RankCommit(rank=-1, ok=False, stall_s=0, step=0, error="process gone"))
+
+    def call(self, op: str, payload: dict[str, Any]) -> dict[str, Any]:
+        return self._reply(("call", op, payload), {"done": True, "error": "process gone"})
+
+    def _reply(self, message: tuple[Any, ...], gone: Any) -> Any:
+        try:
+            return self.ask(*message)
+        except (EOFError, OSError):
+            return gone
+
+
+def serve_engine_rank(pipe: Connection, url: str, mesh: str, rank: int, settings: EngineSettings) -> None:
+    layouts = engine_side(mesh)
+    live, receiver = FakeLive(layouts[rank]), GlooReceiver("127.0.0.1")
+    agent = RankAgent(
+        RedisLog(url, RUN, reconnect_s=10),
+        engine="e",
+        rank=rank,
+        world_size=len(layouts),
+        live=live,
+        receiver=receiver,
+        settings=settings,
+    )
+    agent.start()
+    while True:
+        match pipe.recv():
+            case ("commit", request):
+                pipe.send(agent.commit(request))
+            case ("call", op, payload):
+                pipe.send(agent.call(op, payload))
+            case ("differing", version):
+                pipe.send(differing(live.layout, live.buffers, version))
+            case ("close",):
+                agent.close()
+                receiver.close()
+                pipe.send([thread.name for thread in threading.enumerate() if thread.name.startswith("megastream")])
+
+
+def run_trainer_rank(
+    pipe: Connection, url: str, mesh: str, rank: int, body: Body, content: int, settings: TrainerSettings
+) -> None:
+    layouts = trainer_side(mesh)
+    trainer = FakeTrainer(layouts[rank], content)
+    log = RedisLog(url, RUN, reconnect_s=10)
+    sync = TrainerSync(log, rank=rank, world_size=len(layouts), trainer=trainer, settings=settings)
+    try:
+        pipe.send(("ok", body(sync, trainer, pipe)))
+    except BaseException as error:  # noqa: BLE001  the parent asserts on it
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+    sync.close()
+    log.close()
+
+
+def wait_until(check: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, "not reached in time"
+        time.sleep(0.05)
+
+
+def _child(target: Callable[..., None], pipe: Connection, *args: Any) -> None:
+    faulthandler.dump_traceback_later(LIFE_S, exit=True, file=sys.__stderr__)
+    target(pipe, *args)
+    os._exit(0)
