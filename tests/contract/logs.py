@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megastream.protocol.records import (
-    WeightsReady,
-)
+from megastream.protocol.records import WeightsReady
 
 RUN = "run-1"
 
