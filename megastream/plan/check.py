@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+import numpy as np
+import numpy.typing as npt
+
 from megastream.layout.box import Box
 from megastream.layout.pack import item_bytes
 from megastream.layout.shard import BufferSpec, RankLayout, Shard, Side, TensorSpec
@@ -24,6 +27,8 @@ def check_layouts(trainer: Sequence[RankLayout], engine: Sequence[RankLayout], p
     for layout in trainer:
         _check_duplicates(layout)
     _check_engine_covers(engine, sides[1])
+    for layout in engine:
+        _check_buffers(layout, place_of)
 
 
 def transform_between(tensor: str, source: str, target: str) -> Transform:
@@ -75,9 +80,8 @@ def _check_shard(
     if len(shape) != len(shard.box.hi) or any(hi > size for hi, size in zip(shard.box.hi, shape, strict=True)):
         raise ValueError(f"{where} covers {shard.box.lo} to {shard.box.hi}, the tensor has shape {shape}")
     size = buffers[shard.buffer].num_elements
-    last = shard.offset + sum((n - 1) * s for n, s in zip(shard.box.shape, shard.strides, strict=True))
-    if shard.offset < 0 or last >= size:
-        raise ValueError(f"{where} reaches element {last} of buffer {shard.buffer}, which has {size}")
+    if shard.offset < 0 or _last(shard) >= size:
+        raise ValueError(f"{where} reaches element {_last(shard)} of buffer {shard.buffer}, which has {size}")
 
 
 def _check_names(trainer: dict[str, TensorSpec], engine: dict[str, TensorSpec]) -> None:
@@ -115,6 +119,44 @@ def _check_stages(trainer: Sequence[RankLayout], place_of: PlaceOf) -> None:
                     f"{spec.name}: trainer stages {stage} and {stage_of(layout)} both hold it; "
                     "parameter names must carry global layer indices"
                 )
+
+
+def _check_buffers(layout: RankLayout, place_of: PlaceOf) -> None:
+    """Shards fill an engine buffer without overlap, and whole; only vocabulary rows are padded."""
+    shards: dict[str, list[Shard]] = {buffer.name: [] for buffer in layout.buffers}
+    for shard in layout.shards:
+        shards[shard.buffer].append(shard)
+    for buffer in layout.buffers:
+        where = f"{buffer.name} on engine rank {layout.rank}"
+        clash = overlap(shards[buffer.name])
+        if clash is not None:
+            raise ValueError(f"{where}: the shard of {clash[1].tensor} overlaps that of {clash[0].tensor}")
+        filled = sum(shard.box.volume for shard in shards[buffer.name])
+        padded = all(place_of(shard.tensor).kind in ("embed", "head") for shard in shards[buffer.name])
+        if filled != buffer.num_elements and not padded:
+            raise ValueError(f"{where} has {buffer.num_elements} elements, its shards fill {filled}")
+
+
+def overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
+    """Two shards of one buffer that share an element, or None. Elements are counted only where spans overlap."""
+    ordered = sorted(shards, key=lambda shard: (shard.offset, shard.tensor))
+    behind: list[tuple[int, Shard]] = []
+    for shard in ordered:
+        behind = [(last, other) for last, other in behind if last >= shard.offset]
+        for _, other in behind:
+            if np.intersect1d(_elements(shard), _elements(other)).size:
+                return other, shard
+        behind.append((_last(shard), shard))
+    return None
+
+
+def _last(shard: Shard) -> int:
+    return shard.offset + sum((n - 1) * stride for n, stride in zip(shard.box.shape, shard.strides, strict=True))
+
+
+def _elements(shard: Shard) -> npt.NDArray[np.int64]:
+    steps = [np.arange(n) * stride for n, stride in zip(shard.box.shape, shard.strides, strict=True)]
+    return (shard.offset + sum(np.ix_(*steps), start=np.int64(0))).ravel()
 
 
 def _check_engine_covers(engine: Sequence[RankLayout], specs: dict[str, TensorSpec]) -> None:

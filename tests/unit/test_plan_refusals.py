@@ -11,9 +11,10 @@ import pytest
 
 from megastream.layout.box import Box
 from megastream.layout.engine import EngineParam, engine_rank_layout
-from megastream.layout.shard import BufferSpec, RankLayout, TensorSpec
+from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
 from megastream.layout.trainer import TrainerParam, trainer_rank_layout
 from megastream.plan import CoverageError, prove_coverage
+from megastream.plan.check import overlap
 from megastream.plan.types import Piece
 from tests.helpers.layout_reference import Model, config
 from tests.helpers.layout_world import World, make_world
@@ -182,6 +183,28 @@ def test_wrong_numbers_are_refused_by_name() -> None:
             plant.plan()
 
 
+def test_engine_buffers_are_filled_once_and_whole() -> None:
+    """A rule that lays v over k, or one that leaves a hole, is refused before the plan is cut."""
+    qkv, v = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.self_attn.v_proj.weight"
+    plant = world()
+    plant.engine[0] = edit(plant.engine[0], v, lambda s: [replace(s, offset=s.offset - 16)])
+    with pytest.raises(ValueError, match=f"{qkv} on engine rank 0: .*v_proj.weight overlaps .*k_proj.weight"):
+        plant.plan()
+    plant = world()
+    buffers = [replace(b, num_elements=b.num_elements + 16) if b.name == qkv else b for b in plant.engine[0].buffers]
+    plant.engine[0] = replace(plant.engine[0], buffers=tuple(buffers))
+    with pytest.raises(ValueError, match=f"{qkv} on engine rank 0 has 976 elements, its shards fill 960"):
+        plant.plan()
+
+
+def test_interleaved_shards_are_told_from_overlapping_ones() -> None:
+    """Two tensors may share a span of a buffer column by column (alternating gate and up rows, transposed)."""
+    shards = [Shard(name, Box((0, 0), (3, 2)), 0, "b", at, (4, 2)) for name, at in (("even", 0), ("odd", 1))]
+    assert overlap(shards) is None
+    clash = replace(shards[1], strides=(4, 1))
+    assert overlap([shards[0], clash]) == (shards[0], clash)
+
+
 @pytest.mark.parametrize(("source", "target", "ok"), [("float32", "bfloat16", True), ("bfloat16", "float16", False)])
 def test_dtypes(source: str, target: str, ok: bool) -> None:
     """N01 e: a cast happens at the source if it keeps the meaning; anything else is refused by name."""
@@ -212,6 +235,12 @@ def _shift_source(pieces: list[Piece]) -> None:
     pieces[3] = replace(pieces[3], copies=(replace(first, source_offset=first.source_offset + 1), *rest))
 
 
+def _shift_source_row(pieces: list[Piece]) -> None:
+    first, *rest = pieces[3].copies
+    row = first.source_offset + first.source_strides[0]
+    pieces[3] = replace(pieces[3], copies=(replace(first, source_offset=row), *rest))
+
+
 def _other_rank(pieces: list[Piece]) -> None:
     pieces[3] = replace(pieces[3], source=1 - pieces[3].source)
 
@@ -221,7 +250,8 @@ def _other_rank(pieces: list[Piece]) -> None:
     [
         (_drop, "of .* elements"),
         (_repeat, "elements twice"),
-        (_shift_source, "from trainer rank|has none of that tensor"),
+        (_shift_source, "trainer rank 0 has none of that tensor"),
+        (_shift_source_row, "from trainer rank 0 and writes it as"),
         (_other_rank, "from trainer rank|has none of that tensor"),
     ],
 )
