@@ -1,0 +1,166 @@
+"""The live weights of one rank, one object per parameter: how it is read, prepared and made live.
+
+A buffer's name is the live parameter's, its shape the one that vLLM's weight loader fills. What the engine multiplies
+with can be something else: on CPU, linears sit packed inside a kernel and expert weights lie in another order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megastream.engine.vllm import compat
+
+PROBE_ROWS = 512
+"""Rows of the identity matrix that one probe multiplies; bounds the memory of a read-back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a commit does: `copies` (live, new) at fixed addresses, `kernels` (layer, new kernel) swapped."""
+
+    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    kernels: tuple[tuple[torch.nn.Module, compat.CpuKernel], ...] = ()
+
+
+class LiveBuffer(ABC):
+    """One live parameter. `shape` is the loader's."""
+
+    def __init__(self, name: str, module: torch.nn.Module, parameter: torch.nn.Parameter, shape: tuple[int, ...]):
+        self.name = name
+        self.shape = shape
+        self.module = module
+        self.parameter = parameter
+        self.experts: tuple[int, ...] | None = None
+
+    @property
+    def dtype(self) -> str:
+        return str(self.parameter.dtype).removeprefix("torch.")
+
+    @abstractmethod
+    def read(self) -> torch.Tensor:
+        """The values that the engine computes with, as a new or a live tensor of `shape`. Worker thread only."""
+
+    @abstractmethod
+    def prepare(self, new: torch.Tensor) -> Prepared:
+        """Everything slow, so that a commit only copies and swaps. `new` has `shape`."""
+
+
+class Plain(LiveBuffer):
+    """Live in the loader's layout: all of CUDA with Triton experts; on CPU the embedding and the norms."""
+
+    def read(self) -> torch.Tensor:
+        return self.parameter.data
+
+    def prepare(self, new: torch.Tensor) -> Prepared:
+        return Prepared(copies=((self.parameter.data, new),))
+
+
+class PackedLinear(LiveBuffer):
+    """A CPU linear. The kernel that holds its packed weight is replaced as a whole; nothing else refers to it.
+
+    The head keeps its plain parameter beside the kernel; the engine multiplies with the kernel, and both are written.
+    """
+
+    def read(self) -> torch.Tensor:
+        """Multiplies an identity matrix with the live kernel: every product but one is 0, so the result is exact.
+
+        Two things a kernel does not show, as it does not compute with them either: the sign of a zero, and values
+        below the smallest normal number (AMX and AVX512-BF16 flush them).
+        """
+        kernel = compat.packed_linear(self.module)
+        assert kernel is not None
+        rows, columns = self.shape
+        weight = self.parameter.data
+        out = torch.empty(self.shape, dtype=weight.dtype)
+        for start in range(0, columns, PROBE_ROWS):
+            count = min(PROBE_ROWS, columns - start)
+            probe = torch.zeros(count, columns, dtype=weight.dtype)
+            probe[torch.arange(count), torch.arange(start, start + count)] = 1
+            out[:, start : start + count] = kernel(probe, weight, None).view(count, rows).t()
+        return out
+
+    def prepare(self, new: torch.Tensor) -> Prepared:
+        copies = ((self.parameter.data, new),) if self.parameter.numel() else ()
+        return Prepared(copies=copies, kernels=((self.module, compat.pack_linear(new)),))
+
+
+class PackedExperts(LiveBuffer):
+    """Stacked CPU experts, packed in place. Packing permutes each expert's elements in the same way."""
+
+    def __init__(self, name: str, module: torch.nn.Module, parameter: torch.nn.Parameter, shape: tuple[int, ...]):
+        super().__init__(name, module, parameter, shape)
+        self.isa = str(compat.cpu_moe_isa(module))
+        self._unpack = _unpacking_order(shape[1:], self.isa)
+
+    def read(self) -> torch.Tensor:
+        return self.parameter.data.reshape(self.shape[0], -1)[:, self._unpack].view(self.shape)
+
+    def prepare(self, new: torch.Tensor) -> Prepared:
+        return Prepared(copies=((self.parameter.data, compat.prepack_experts(new, self.isa)),))
+
+
+def _unpacking_order(shape: tuple[int, ...], isa: str) -> torch.Tensor:
+    """For one expert: the packed position of each loader element, learnt by packing the elements' own indices.
+
+    The kernel moves 16-bit values, so the indices go through in two halves.
+    """
+    rows, columns = shape
+    index = torch.arange(rows * columns, dtype=torch.int32).view(1, rows, columns)
+    halves = [
+        compat.prepack_experts(half.to(torch.int16).view(torch.bfloat16), isa).view(torch.int16).int() & 0xFFFF
+        for half in (index & 0xFFFF, index >> 16)
+    ]
+    loader_position = (halves[0] | halves[1] << 16).flatten().long()
+    order = torch.empty_like(loader_position)
+    order[loader_position] = torch.arange(order.numel())
+    return order
+
+
+def merge(parts: list[Prepared]) -> Prepared:
+    """One Prepared that does all of them."""
+    return Prepared(
+        copies=tuple(pair for part in parts for pair in part.copies),
+        kernels=tuple(pair for part in parts for pair in part.kernels),
+    )
+
+
+def apply(prepared: Prepared) -> None:
+    """Makes it live. Copies are enqueued on the current stream, which orders them behind the last step's kernels."""
+    if prepared.copies:
+        live, new = zip(*prepared.copies, strict=True)
+        torch._foreach_copy_(list(live), list(new))
+    for module, kernel in prepared.kernels:
+        compat.set_packed_linear(module, kernel)
+
+
+def collect(model: torch.nn.Module, on_cpu: bool) -> dict[str, LiveBuffer]:
+    """All parameters of this rank, in the model's order. Fit for patching or not: `live.py` checks that."""
+    buffers: dict[str, LiveBuffer] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        loader = compat.loader_metadata(module)
+        for short, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = f"{prefix}.{short}" if prefix else short
+            shape = tuple(loader[short].shape) if short in loader else tuple(parameter.shape)
+            kind = _kind(module, short, parameter, on_cpu)
+            buffers[name] = buffer = kind(name, module, parameter, shape)
+            if compat.is_experts(module):
+                buffer.experts = compat.expert_slots(module)
+    return buffers
+
+
+def _kind(module: torch.nn.Module, short: str, parameter: torch.nn.Parameter, on_cpu: bool) -> Any:
+    if not on_cpu:
+        return Plain
+    if compat.is_experts(module):
+        return PackedExperts if compat.cpu_moe_isa(module) and short in ("w13_weight", "w2_weight") else Plain
+    packed = short == "weight" and compat.packed_linear(module) is not None
+    # The embedding is given a kernel too, but only the head and the linears multiply with theirs.
+    return PackedLinear if packed and (parameter.numel() == 0 or compat.is_head(module)) else Plain

@@ -1,0 +1,289 @@
+"""Everything of vLLM that is not public and that megastream touches, behind small functions. The only such file.
+
+Supported are 0.26.0 <= version < 0.33. 0.32 (CPU) is run by the tests; for 0.26 see docs/design.md. Where the two
+differ, the function here hides it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import vllm
+
+logger = logging.getLogger("vllm.megastream")
+
+SUPPORTED_MIN = (0, 26, 0)
+SUPPORTED_BELOW = (0, 33)
+COMMAND = "megastream-call"
+"""Request type of our own entries in the engine core's input queue."""
+
+_STAMP = "megastream_stamp"
+
+
+class UnsupportedVersion(ValueError):
+    """vLLM is outside the supported range. Names both."""
+
+
+def version() -> tuple[int, int, int]:
+    """The release numbers of the installed vLLM, e.g. (0, 32, 0) for `0.32.0+cpu`."""
+    numbers = vllm.__version__.split("+")[0].split(".")[:3]
+    major, minor, patch = (int("".join(c for c in part if c.isdigit()) or 0) for part in (*numbers, "0", "0")[:3])
+    return major, minor, patch
+
+
+def check_version() -> None:
+    """Raises UnsupportedVersion outside the supported range."""
+    if not SUPPORTED_MIN <= version() < SUPPORTED_BELOW:
+        raise UnsupportedVersion(
+            f"vLLM {vllm.__version__} is not supported: megastream needs 0.26.0 <= version < 0.33; "
+            "install a version in this range"
+        )
+
+
+def is_cpu() -> bool:
+    """True on vLLM's CPU platform."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def dev_mode() -> bool:
+    """True when vLLM serves its unauthenticated development endpoints (VLLM_SERVER_DEV_MODE)."""
+    import vllm.envs
+
+    return bool(vllm.envs.VLLM_SERVER_DEV_MODE)
+
+
+def wrap_method(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Replaces `owner.name` (a class's or an instance's) by `make(original)`, once; False when it is absent."""
+    original = getattr(owner, name, None)
+    if original is None:
+        return False
+    if not getattr(original, "megastream", False):
+        replacement = make(original)
+        functools.update_wrapper(replacement, original)
+        replacement.megastream = True  # type: ignore[attr-defined]
+        setattr(owner, name, replacement)
+    return True
+
+
+def guarded(call: Callable[[], Any]) -> tuple[Any, str]:
+    """Runs `call`; returns (result, "") or (None, what went wrong).
+
+    An exception that leaves a worker call with more than one rank leaves the other ranks' replies in their queues: from
+    then on every reply of the engine belongs to an earlier call. So nothing may leave one, of whatever class.
+    """
+    try:
+        return call(), ""
+    except Exception as error:
+        logger.exception("a worker call failed")
+        return None, f"{type(error).__name__}: {error}"
+
+
+# -- weight transfer ---------------------------------------------------------------------------------------------------
+
+
+def register_backend(name: str, module: str, class_name: str) -> None:
+    """Adds a weight transfer backend; does nothing when it is there (plugins are loaded several times)."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, module, class_name)
+
+
+def selected_backend(vllm_config: Any) -> str | None:
+    """The name given by --weight-transfer-config, or None."""
+    config = vllm_config.weight_transfer_config
+    return None if config is None else str(config.backend)
+
+
+def transfer_engine(worker: Any) -> Any | None:
+    """The weight transfer engine of a worker, None without one."""
+    return getattr(worker, "weight_transfer_engine", None)
+
+
+def active_session(worker: Any, *, drop: bool = False) -> bool:
+    """True between native start_weight_update and finish_weight_update; `drop` ends the session."""
+    active = bool(getattr(worker, "_weight_update_active", False))
+    if drop and active:
+        worker._weight_update_active = False
+    return active
+
+
+def reload_checkpoint(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """vLLM's layerwise reload from HF tensors. Afterwards no parameter is left on the meta device, also after an error.
+
+    A module of which only a part arrived then holds undefined values: after an error the model must not be used.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_processing,
+        initialize_layerwise_reload,
+    )
+
+    initialize_layerwise_reload(model)
+    try:
+        model.load_weights(tensors)
+    finally:
+        finalize_layerwise_processing(model, model_config)
+
+
+# -- layout ------------------------------------------------------------------------------------------------------------
+
+
+def loader_metadata(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Meta tensors of a module's own parameters as the weight loader saw them, before any repacking."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return dict(get_layerwise_info(module).restore_metadata[0])
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """True for the module that owns the stacked expert weights (`w13_weight`, `w2_weight`)."""
+    return "w13_weight" in module._parameters
+
+
+def is_head(module: torch.nn.Module) -> bool:
+    """True for the language model head."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return isinstance(module, ParallelLMHead)
+
+
+def is_adapted(module: torch.nn.Module) -> bool:
+    """True for a layer that LoRA has wrapped."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    return isinstance(module, BaseLayerWithLoRA)
+
+
+def expert_slots(module: torch.nn.Module) -> tuple[int, ...]:
+    """The global expert in each local slot, read from the live map (never recomputed)."""
+    num_slots = int(module._parameters["w13_weight"].shape[0])  # type: ignore[union-attr]
+    live_map = module.expert_map
+    if live_map is None:
+        return tuple(range(num_slots))
+    slots = {int(slot): expert for expert, slot in enumerate(live_map.tolist()) if slot >= 0}
+    return tuple(slots[slot] for slot in range(num_slots))
+
+
+def moe_backend(module: torch.nn.Module) -> str:
+    """Name of the unquantized MoE backend of an experts module, or the class of its quantization method."""
+    method = module.quant_method
+    backend = getattr(method, "unquantized_backend", None)
+    return str(backend.name) if backend is not None else type(method).__name__
+
+
+def cpu_moe_isa(module: torch.nn.Module) -> str | None:
+    """Instruction set whose order the CPU experts are packed in; None when zentorch keeps the loader's layout."""
+    experts = module.quant_method.moe_kernel.fused_experts  # type: ignore[union-attr]
+    return None if experts._use_zentorch else str(experts.isa)
+
+
+def prepack_experts(weight: torch.Tensor, isa: str) -> torch.Tensor:
+    """A new tensor with the [experts, rows, columns] weight in the order of vLLM's CPU kernel."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    return cpu_prepack_moe_weight(weight.contiguous(), isa)
+
+
+CpuKernel = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+"""`kernel(x, weight, bias)`: x @ W.t() with W packed inside (oneDNN, AMX); some builds read `weight` instead."""
+
+
+def pack_linear(weight: torch.Tensor) -> CpuKernel:
+    """A new CPU kernel for `weight` [out, in], chosen by vLLM's own dispatch. It keeps no reference to `weight`."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    stand_in = torch.nn.Module()
+    stand_in.weight = torch.nn.Parameter(weight, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(stand_in, remove_weight=False)
+    return stand_in.cpu_linear  # type: ignore[return-value]
+
+
+def packed_linear(module: torch.nn.Module) -> CpuKernel | None:
+    """The CPU kernel that a layer multiplies with, None on other platforms."""
+    return getattr(module, "cpu_linear", None)
+
+
+def set_packed_linear(module: torch.nn.Module, kernel: CpuKernel) -> None:
+    """Makes `kernel` the one that the layer's next forward uses; the old one is freed."""
+    module.cpu_linear = kernel
+
+
+# -- engine core -------------------------------------------------------------------------------------------------------
+
+
+def stamp(batch: Any, value: tuple[int, int, str]) -> None:
+    """Attaches a stamp to a SchedulerOutput; it travels to every worker with it."""
+    setattr(batch, _STAMP, value)
+
+
+def stamp_of(batch: Any) -> tuple[int, int, str] | None:
+    """The stamp of a SchedulerOutput, None for a batch that was not scheduled through us (warm-up)."""
+    return getattr(batch, _STAMP, None)
+
+
+def ordered_call(core: Any, method: str, args: tuple[Any, ...]) -> Future[list[Any]]:
+    """Puts a worker call into the queue that also carries the model's steps, on every rank; engine core thread only.
+
+    With work to do it returns at once, and the future completes when a later step's reply is read: replies come in
+    order. Without work nothing would read it, so the call is waited for.
+    """
+    executor = core.model_executor
+    if core.has_work():
+        return executor.collective_rpc(method, args=args, non_block=True)
+    future: Future[list[Any]] = Future()
+    future.set_result(executor.collective_rpc(method, args=args))
+    return future
+
+
+def enqueue(core: Any, command: Callable[[], None]) -> None:
+    """Lets the engine core's own thread run `command` between two steps. Any thread."""
+    core.input_queue.put_nowait((COMMAND, command))
+
+
+def finish_all_retryable(core: Any) -> int:
+    """Ends every request with finish reason `error`, which vLLM defines as retryable. Returns their number."""
+    from vllm.v1.request import RequestStatus
+
+    scheduler = core.scheduler
+    alive = [(r.request_id, r.client_index) for r in scheduler.requests.values() if not r.is_finished()]
+    scheduler.finish_requests([request_id for request_id, _ in alive], RequestStatus.FINISHED_ERROR)
+    for request_id, client_index in alive:
+        refuse_retryable(core, request_id, client_index)
+    return len(alive)
+
+
+def refuse_retryable(core: Any, request_id: str, client_index: int) -> None:
+    """Answers one request with finish reason `error`."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
+    core.output_queue.put_nowait((client_index, EngineCoreOutputs(finished_requests={request_id}, outputs=[output])))
+
+
+def set_label(core: Any, label: str) -> None:
+    """What vLLM itself reports as its weight version (0.32; earlier versions have no such field)."""
+    if hasattr(core, "_weight_version"):
+        core._weight_version = label
+
+
+def label_outputs(outputs: dict[int, Any], label: str) -> None:
+    """Sets the version label on every client's outputs of one step (0.32)."""
+    for client_outputs in outputs.values():
+        client_outputs.weight_version = label
+
+
+def is_paused(core: Any) -> bool:
+    """True when the scheduler is paused and no batch is under way."""
+    return bool(core.is_scheduler_paused()) and not core.has_work()
+
+
+def in_data_parallel(vllm_config: Any) -> bool:
+    """True when several engine cores share one model."""
+    return int(vllm_config.parallel_config.data_parallel_size) > 1

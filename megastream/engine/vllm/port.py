@@ -1,0 +1,183 @@
+"""The engine core as the coordinator sees it: ordered commits, version stamps, poisoning. Implements CorePort."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from megastream.engine.contract import CommitRequest
+from megastream.engine.vllm import compat
+from megastream.engine.vllm.board import Board
+from megastream.engine.vllm.spans import SpanBook
+from megastream.engine.vllm.worker import FIRST_LABEL
+from megastream.protocol.records import RankCommit
+
+logger = logging.getLogger("vllm.megastream")
+
+WORKER_METHOD = "megastream_call"
+
+
+class VllmCorePort:
+    """Public methods may be called from any thread; those with an underscore run in the core's own thread.
+
+    The core is one thread that alternates between its input queue and a step, and workers take steps and calls from
+    one queue. So a call that the core's thread sends is ordered against all steps, on every rank, and whatever is
+    scheduled after it runs after it.
+    """
+
+    def __init__(self, core: Any, num_ranks: int, *, records: bool):
+        self._core = core
+        self._num_ranks = num_ranks
+        self._label = FIRST_LABEL
+        self._version = int(FIRST_LABEL)
+        self._step = 0
+        self._open: list[Future[list[Any]]] = []
+        self._poison = ""
+        self._board = Board(num_ranks)
+        self._reports = self._board.reports()
+        self._keeps_records = records
+        self._records: list[tuple[int, str, dict[str, int]]] = []
+        self.spans = SpanBook()
+
+    # -- any thread
+
+    def commit(self, request: CommitRequest, done: Callable[[tuple[RankCommit, ...]], None]) -> None:
+        compat.enqueue(self._core, partial(self._commit, request, done))
+
+    def call_ranks(self, op: str, payload: dict[str, Any], done: Callable[[tuple[dict[str, Any], ...]], None]) -> None:
+        compat.enqueue(self._core, partial(self._call_ranks, op, payload, done))
+
+    def poison(self, reason: str) -> None:
+        compat.enqueue(self._core, partial(self.become_poisoned, reason))
+
+    def live_version(self) -> int:
+        return self._version
+
+    # -- the core's thread
+
+    def install(self) -> None:
+        """Opens the board on every rank; RuntimeError when a rank could not. Once, before the first step."""
+        payload = {"board": str(self._board.path), "records": self._keeps_records}
+        for reply in self.ask_ranks("install", payload):
+            if not reply["ok"]:
+                raise RuntimeError(f"megastream cannot start on engine rank {reply['rank']}: {reply['error']}")
+        self._board.unlink()
+        compat.set_label(self._core, self._label)
+
+    def close(self) -> None:
+        self._board.close()
+
+    @property
+    def poisoned(self) -> str:
+        """Why new requests are refused; empty when they are not."""
+        return self._poison
+
+    def ask_ranks(self, op: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        """An ordered call that waits for all replies."""
+        return list(self._core.model_executor.collective_rpc(WORKER_METHOD, args=(op, payload)))
+
+    def _commit(self, request: CommitRequest, done: Callable[[tuple[RankCommit, ...]], None]) -> None:
+        future = compat.ordered_call(self._core, WORKER_METHOD, ("commit", asdict(request)))
+        # From here on: what is scheduled next runs behind the commit on every rank.
+        self.set_live(request.label)
+        self._watch(future, partial(self._committed, request, done))
+
+    def _committed(
+        self,
+        request: CommitRequest,
+        done: Callable[[tuple[RankCommit, ...]], None],
+        replies: list[RankCommit] | None,
+        error: str,
+    ) -> None:
+        """Runs before any output behind the commit is looked at: replies are read in order."""
+        ranks = tuple(replies or (RankCommit(rank=-1, ok=False, stall_s=0.0, step=self._step, error=error),))
+        failed = [reply for reply in ranks if not reply.ok]
+        if failed:
+            first = failed[0]
+            self.become_poisoned(f"commit of version {request.label} failed on rank {first.rank}: {first.error}")
+        else:
+            self.recover()
+        done(ranks)
+
+    def _call_ranks(self, op: str, payload: dict[str, Any], done: Callable[[tuple[dict[str, Any], ...]], None]) -> None:
+        def answered(replies: list[dict[str, Any]] | None, error: str) -> None:
+            lost = [{"ok": False, "rank": rank, "error": error} for rank in range(self._num_ranks)]
+            done(tuple(replies or lost))
+
+        self._watch(compat.ordered_call(self._core, WORKER_METHOD, (op, payload)), answered)
+
+    def _watch(self, future: Future[list[Any]], answered: Callable[[list[Any] | None, str], None]) -> None:
+        def completed(finished: Future[list[Any]]) -> None:
+            error = finished.exception()
+            answered(None, str(error)) if error else answered(finished.result(), "")
+
+        self._open = [*(other for other in self._open if not other.done()), future]
+        future.add_done_callback(completed)
+
+    def drain_when_idle(self) -> None:
+        """Reads the replies that no step will read any more, before the core waits for input."""
+        if self._open and not self._core.has_work():
+            for future in self._open:
+                with suppress(RuntimeError, TimeoutError):
+                    future.result()
+            self._open = []
+
+    def set_live(self, label: str) -> None:
+        """From the next scheduled batch on, stamps say `label`."""
+        self._label = label
+        self._version = int(label) if label.isdecimal() else self._version
+        compat.set_label(self._core, label)
+
+    def stamp(self, batch: Any) -> None:
+        """Called for every batch as it is scheduled."""
+        self._step += 1
+        compat.stamp(batch, (self._step, self._version, self._label))
+        self.spans.forget(batch.finished_req_ids)
+
+    def check_reports(self) -> None:
+        """Called for every output before its tokens are looked at: discards them when a rank reported a difference."""
+        reports = self._board.reports()
+        if reports == self._reports:
+            return
+        ranks = [rank for rank, (old, new) in enumerate(zip(self._reports, reports, strict=True)) if new > old]
+        self._reports = reports
+        self.become_poisoned(f"ranks {ranks} held another version than their batch was stamped with")
+
+    def record(self, batch: Any, outputs: dict[int, Any]) -> str:
+        """Called for every output; returns the version that made its tokens."""
+        stamp = compat.stamp_of(batch)
+        assert stamp is not None
+        step, _, label = stamp
+        new_tokens = self.spans.add(label, outputs)
+        if self._keeps_records:
+            self._records.append((step, label, new_tokens))
+        return label
+
+    def become_poisoned(self, reason: str) -> None:
+        """Aborts all requests as retryable; a step of theirs that is under way then has nobody to give tokens to."""
+        self._poison = reason
+        aborted = compat.finish_all_retryable(self._core)
+        logger.error("engine poisoned, %d requests aborted as retryable: %s", aborted, reason)
+
+    def recover(self) -> None:
+        """All ranks hold the same version again. Differences reported before that no longer matter."""
+        if self._poison:
+            logger.warning("engine recovered with version %s", self._label)
+        self._poison = ""
+        self._reports = self._board.reports()
+
+    def take_records(self) -> dict[str, Any]:
+        """Batches (step, stamp, new tokens per request) and every rank's (step, live version) since the last call."""
+        if not self._keeps_records:
+            raise RuntimeError('no records are kept; start the engine with {"megastream": {"records": true}}')
+        replies = self.ask_ranks("records", {})
+        for reply in replies:
+            if not reply["ok"]:
+                raise RuntimeError(f"engine rank {reply['rank']}: {reply['error']}")
+        batches, self._records = self._records, []
+        return {"steps": self._step, "batches": batches, "ranks": [reply["records"] for reply in replies]}

@@ -1,0 +1,141 @@
+"""What megastream does in a vLLM worker: the ordered call, and stamp and live version compared at every step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from megastream.engine.contract import CommitRequest
+from megastream.engine.digest import tensor_digest
+from megastream.engine.vllm import compat
+from megastream.engine.vllm.board import BoardSlot
+from megastream.engine.vllm.live import VllmLiveModel
+from megastream.protocol.records import RankCommit
+
+logger = logging.getLogger("vllm.megastream")
+
+FIRST_LABEL = "0"
+UNKNOWN_LABEL = "?"
+"""Live version of a rank whose last update broke off: it never equals a stamp."""
+
+
+class Agent(Protocol):
+    """The part of engine.agent.RankAgent that a worker calls."""
+
+    def commit(self, request: CommitRequest) -> RankCommit: ...
+
+    def call(self, op: str, payload: dict[str, Any]) -> dict[str, Any]: ...
+
+    def receive_whole(self, version: int, deadline_s: float) -> Iterable[tuple[str, torch.Tensor]]: ...
+
+    def close(self) -> None: ...
+
+
+class RankState:
+    """One rank's live version, its step count and its records. Worker thread only."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.label = FIRST_LABEL
+        self.live: VllmLiveModel | None = None
+        self.agent: Agent | None = None
+        self.step = 0
+        self.differences = 0
+        self._slot: BoardSlot | None = None
+        self._records: list[tuple[int, str]] | None = None
+
+    def install(self, worker: Any, board: str, records: bool) -> None:
+        """Starts comparing: wraps this worker's execute_model, opens the board."""
+        self._slot = BoardSlot(board, self.rank)
+        self._records = [] if records else None
+        compat.wrap_method(worker, "execute_model", self._with_check)
+
+    def _with_check(self, execute_model: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(batch: Any, *args: Any, **named: Any) -> Any:
+            self.compare(batch)
+            return execute_model(batch, *args, **named)
+
+        return checked
+
+    def compare(self, batch: Any) -> None:
+        """Reports a batch that was stamped with another version than the one that is live here. Never raises."""
+        stamp = compat.stamp_of(batch)
+        if stamp is None:
+            return
+        self.step, _, label = stamp
+        if self._records is not None:
+            self._records.append((self.step, self.label))
+        if label != self.label:
+            self.differences += 1
+            if self._slot is not None:
+                self._slot.report()
+            logger.error("step %d is stamped %s, but rank %d holds %s", self.step, label, self.rank, self.label)
+
+    def commit(self, request: CommitRequest) -> RankCommit:
+        """Commits what the agent has sealed for `request`; the reply's stall is all time spent in the call."""
+        started = time.perf_counter()
+        if self.agent is None:
+            return RankCommit(rank=self.rank, ok=False, stall_s=0.0, step=self.step, error="no agent is attached")
+        reply, error = compat.guarded(lambda: self.agent.commit(request))  # type: ignore[union-attr]
+        stall_s = time.perf_counter() - started
+        if reply is None:
+            return RankCommit(rank=self.rank, ok=False, stall_s=stall_s, step=self.step, error=error)
+        if reply.ok:
+            self.label = request.label
+        return msgspec.structs.replace(reply, rank=self.rank, stall_s=stall_s, step=self.step)
+
+    def relabel(self, label: str) -> None:
+        """Renames the live weights, unless it is unknown what they are."""
+        if self.label != UNKNOWN_LABEL:
+            self.label = label
+
+    def take_records(self) -> list[tuple[int, str]]:
+        """(step, live version) of every batch since the last call; a RuntimeError when they are not kept."""
+        if self._records is None:
+            raise RuntimeError('no records are kept; start the engine with {"megastream": {"records": true}}')
+        taken, self._records = self._records, []
+        return taken
+
+    def digests(self, names: list[str] | None) -> dict[str, str]:
+        """Digest of every live buffer (or of `names`), read back through the live kernels, in loader layout."""
+        if self.live is None:
+            raise RuntimeError("this worker has no live model; serve with --weight-transfer-config megastream")
+        return {name: tensor_digest(self.live.read_live(name)) for name in names or self.live.names}
+
+
+def megastream_call(worker: Any, op: str, payload: dict[str, Any]) -> Any:
+    """The worker method behind every call of the core. Replies are plain; nothing is ever raised.
+
+    `commit` replies a RankCommit, everything else a dict with `ok`, `rank`, `error` and what the operation adds.
+    """
+    engine = compat.transfer_engine(worker)
+    state: RankState = engine.state
+    if op == "commit":
+        return state.commit(CommitRequest(**payload))
+    result, error = compat.guarded(lambda: _run(worker, engine, state, op, payload))
+    return {"ok": not error, "rank": state.rank, "error": error, **(result or {})}
+
+
+def _run(worker: Any, engine: Any, state: RankState, op: str, payload: dict[str, Any]) -> dict[str, Any] | None:
+    if op == "install":
+        state.install(worker, payload["board"], payload["records"])
+        return None
+    if op == "label":
+        state.relabel(payload["label"])
+        return None
+    if op == "status":
+        return {"label": state.label, "step": state.step, "differences": state.differences}
+    if op == "records":
+        return {"records": state.take_records()}
+    if op == "digest":
+        return {"label": state.label, "digests": state.digests(payload.get("names"))}
+    if op == "session":
+        return {"active": compat.active_session(worker, drop=payload.get("drop", False)), **engine.session()}
+    if state.agent is None:
+        raise RuntimeError(f"no agent is attached that could run {op}")
+    return state.agent.call(op, payload)

@@ -1,0 +1,93 @@
+"""The plugin that vLLM loads in each of its processes, and the composition root for them.
+
+Entry point `vllm.general_plugins`. `vllm serve MODEL --weight-transfer-config '{"backend": "megastream"}'` just serves;
+with `--additional-config '{"megastream": {"control_url": ..., "run_id": ..., "engine": ...}}'` every worker starts a
+rank agent and the engine core a coordinator, and a trainer can attach.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megastream.engine.vllm import compat, core, cpu_repairs
+from megastream.engine.vllm.backend import NAME, MegastreamEngine
+from megastream.engine.vllm.live import VllmLiveModel
+from megastream.engine.vllm.port import VllmCorePort
+from megastream.engine.vllm.worker import Agent
+
+logger = logging.getLogger("vllm.megastream")
+
+
+@dataclass(frozen=True, slots=True)
+class PluginSettings:
+    """What stands under `megastream` in vLLM's additional config."""
+
+    control_url: str = ""
+    """redis:// or unix:// URL of the control plane; empty: serve without a trainer."""
+    run_id: str = ""
+    engine: str = ""
+    """Name of this engine start; a restarted engine takes a new one."""
+    host: str = "127.0.0.1"
+    """Address under which trainer ranks reach this engine's lanes."""
+    reconnect_s: float = 30.0
+    """How long a lost control plane is tried again."""
+    records: bool = False
+    """Keep per-step records of versions and batches, fetched by the core utility `megastream_records`."""
+
+    @property
+    def attachable(self) -> bool:
+        return bool(self.control_url)
+
+
+def read_settings(vllm_config: Any) -> PluginSettings:
+    """ValueError names an unknown key and the nearest known one, or a key that is missing."""
+    given = dict((vllm_config.additional_config or {}).get("megastream", {}))
+    known = [field.name for field in fields(PluginSettings)]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+            raise ValueError(f"unknown key megastream.{key} in --additional-config; the nearest known key is {near}")
+    settings = PluginSettings(**given)
+    for key in ("run_id", "engine"):
+        if settings.attachable and not getattr(settings, key):
+            raise ValueError(f"--additional-config has megastream.control_url but no megastream.{key}")
+    return settings
+
+
+def register() -> None:
+    """Loaded by vLLM in the API server, the engine core and every worker; also more than once in one process.
+
+    The backend's name is there on any vLLM version, so that a wrong one is refused by its constructor with a clear
+    line: vLLM only logs what a plugin raises.
+    """
+    compat.register_backend(NAME, __name__, WiredEngine.__name__)
+    compat.check_version()
+    cpu_repairs.apply()
+    core.patch(lambda vllm_config: read_settings(vllm_config).records, wire_core)
+
+
+class WiredEngine(MegastreamEngine):
+    """The backend with a rank agent that talks to the control plane."""
+
+    def start_agent(self, live: VllmLiveModel) -> Agent | None:
+        settings = read_settings(self.vllm_config)
+        if not settings.attachable:
+            return None
+        return None
+
+
+def wire_core(vllm_config: Any, port: VllmCorePort) -> Callable[[], None]:
+    """Starts the coordinator in the engine core; returns what ends it."""
+    settings = read_settings(vllm_config)
+    if not settings.attachable:
+        return lambda: None
+    if compat.dev_mode():
+        logger.warning(
+            "VLLM_SERVER_DEV_MODE is on: its endpoints are unauthenticated, anyone who reaches the server can pause it "
+            "or replace its weights; megastream does not need it"
+        )
+    return lambda: None

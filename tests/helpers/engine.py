@@ -1,0 +1,130 @@
+"""A real vLLM engine for tests: one start, many calls, its event loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def set_environment() -> None:
+    """For this process and the engine's, before vLLM is imported."""
+    os.environ.update(ENVIRONMENT)
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+
+
+@dataclass
+class Answer:
+    """One request: its tokens, vLLM's own spans, ours, why it ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    carried: list[tuple[str, int, int]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def labels(self) -> list[str]:
+        """The version label of every token."""
+        out: list[str] = []
+        for version, start, end in self.spans:
+            assert start == len(out), self.spans
+            out += [version] * (end - start)
+        return out
+
+
+class Engine:
+    """`extra` are AsyncEngineArgs beside the common ones."""
+
+    def __init__(self, model: Path, **extra: Any):
+        set_environment()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        arguments = AsyncEngineArgs(
+            model=str(model),
+            dtype="bfloat16",
+            max_model_len=512,
+            max_num_seqs=8,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            weight_transfer_config={"backend": "megastream"},
+            worker_extension_cls="tests.helpers.feed.Feeder",
+            scheduler_cls="tests.helpers.feed.FeedScheduler",
+            **extra,
+        )
+
+        async def start() -> AsyncLLM:
+            return AsyncLLM.from_engine_args(arguments)
+
+        self.llm = self.run(start(), 240)
+        # vLLM's front end pauses for a full collection of everything imported here, which looks like a stall.
+        gc.collect()
+        gc.freeze()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 60) -> Any:
+        """Runs a coroutine in the engine's event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+
+    async def core(self, utility: str, *args: Any) -> Any:
+        """A core utility."""
+        return await self.llm.engine_core.call_utility_async(utility, *args)
+
+    async def ranks(self, method: str, *args: Any) -> list[Any]:
+        """A worker method on every rank."""
+        return await self.llm.collective_rpc(method, args=args)
+
+    async def ask(self, request_id: str, prompt: list[int], max_tokens: int) -> Answer:
+        """Greedy; every token with its logprob."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        answer = Answer()
+        async for output in self.llm.generate({"prompt_token_ids": prompt}, parameters, request_id):
+            part = output.outputs[0]
+            answer.tokens += part.token_ids
+            for token, top in zip(part.token_ids, part.logprobs or [], strict=True):
+                answer.logprobs.append(top[token].logprob)
+            if output.finished:
+                answer.finish_reason = part.finish_reason
+                answer.spans = [(s.version, s.start, s.end) for s in part.weight_versions or []]
+                carried = (output.kv_transfer_params or {}).get("weight_versions", [])
+                answer.carried = [(s["version"], s["start"], s["end"]) for s in carried]
+        return answer
+
+    def close(self) -> None:
+        """Ends the engine and its processes."""
+
+        async def stop() -> None:
+            self.llm.shutdown()
+
+        self.run(stop())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
