@@ -13,11 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megastream.control.redis_log import RedisLog
+from megastream.engine.agent import RankAgent
+from megastream.engine.coordinator import Coordinator
+from megastream.engine.settings import EngineSettings
 from megastream.engine.vllm import compat, core, cpu_repairs
 from megastream.engine.vllm.backend import NAME, MegastreamEngine
 from megastream.engine.vllm.live import VllmLiveModel
 from megastream.engine.vllm.port import VllmCorePort
 from megastream.engine.vllm.worker import Agent
+from megastream.transport.gloo import GlooReceiver
 
 logger = logging.getLogger("vllm.megastream")
 
@@ -73,11 +78,38 @@ def register() -> None:
 class WiredEngine(MegastreamEngine):
     """The backend with a rank agent that talks to the control plane."""
 
+    _close_wires: Callable[[], None] | None = None
+
     def start_agent(self, live: VllmLiveModel) -> Agent | None:
         settings = read_settings(self.vllm_config)
         if not settings.attachable:
             return None
-        return None
+        log = RedisLog(settings.control_url, settings.run_id, reconnect_s=settings.reconnect_s)
+        receiver = GlooReceiver(settings.host)
+        agent = RankAgent(
+            log,
+            engine=settings.engine,
+            rank=live.rank,
+            world_size=self.parallel_config.world_size,
+            live=live,
+            receiver=receiver,
+            settings=EngineSettings(pin_memory=self.device.type == "cuda"),
+            library=f"vllm {compat.version_text()}",
+        )
+        agent.start()
+
+        def close_wires() -> None:
+            receiver.close()
+            log.close()
+
+        self._close_wires = close_wires
+        return agent
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._close_wires is not None:
+            self._close_wires()
+            self._close_wires = None
 
 
 def wire_core(vllm_config: Any, port: VllmCorePort) -> Callable[[], None]:
@@ -90,4 +122,18 @@ def wire_core(vllm_config: Any, port: VllmCorePort) -> Callable[[], None]:
             "VLLM_SERVER_DEV_MODE is on: its endpoints are unauthenticated, anyone who reaches the server can pause it "
             "or replace its weights; megastream does not need it"
         )
-    return lambda: None
+    log = RedisLog(settings.control_url, settings.run_id, reconnect_s=settings.reconnect_s)
+    coordinator = Coordinator(
+        log,
+        engine=settings.engine,
+        world_size=vllm_config.parallel_config.world_size,
+        core=port,
+        settings=EngineSettings(),
+    )
+    coordinator.start()
+
+    def end() -> None:
+        coordinator.close()
+        log.close()
+
+    return end

@@ -78,6 +78,12 @@ class RankAgent:
         """The version that this rank's weights hold; 0 before the first update."""
         return self._live_version
 
+    @property
+    def attached_kind(self) -> PlanKind | None:
+        """Kind of the attachment that this rank is bound to, None without one."""
+        current = self._current
+        return None if current is None or current.ended else current.terms.kind
+
     def start(self) -> None:
         """Publishes this rank's layouts and starts following the log. ControlError when the control plane is away.
 

@@ -8,12 +8,16 @@ from collections.abc import Mapping
 import torch
 
 from megastream.engine.contract import LiveModel
+from megastream.engine.digest import canonical
 from megastream.engine.scatter import target_region
 from megastream.plan.types import Copy
 
 
 class Comparison:
-    """Bit by bit, over exactly the elements that the plan writes. Only on the worker's own thread."""
+    """Bit by bit, over exactly the elements that the plan writes. Only on the worker's own thread.
+
+    What no kernel computes with is left out: see `canonical`.
+    """
 
     def __init__(
         self, live: LiveModel, staged: Mapping[str, torch.Tensor], copies: Mapping[str, tuple[Copy, ...]]
@@ -42,8 +46,8 @@ class Comparison:
         staged, live = self._staged[name], self._live.read_live(name).contiguous().view(-1)
         if live.dtype != staged.dtype or live.numel() != staged.numel():
             return False
-        return all(_same_bits(target_region(staged, copy), target_region(live, copy)) for copy in self._copies[name])
+        return all(_same_values(target_region(staged, copy), target_region(live, copy)) for copy in self._copies[name])
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(canonical(a), canonical(b))

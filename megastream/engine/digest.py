@@ -6,12 +6,18 @@ import torch
 import xxhash
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """xxh3-64 (hex) of the values in row-major order.
+def canonical(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as bytes (flat uint8, row-major), without what kernels that hold packed weights do not show.
 
-    Zeros lose their sign and values below the smallest normal number become 0 first: kernels that hold packed weights
-    neither show these nor compute with them, so a digest must not depend on them.
+    Such kernels are read back by multiplying with an identity matrix. They do not compute with the sign of a zero or
+    with values below the smallest normal number either: both become 0 here.
     """
     values = tensor.detach().cpu().contiguous()
-    values = torch.where(values.abs() < torch.finfo(values.dtype).tiny, torch.zeros_like(values), values)
-    return xxhash.xxh3_64_hexdigest(values.view(-1).view(torch.uint8).numpy())
+    if values.is_floating_point():
+        values = torch.where(values.abs() < torch.finfo(values.dtype).tiny, torch.zeros_like(values), values)
+    return values.view(-1).view(torch.uint8)
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """xxh3-64 (hex) of the canonical bytes."""
+    return xxhash.xxh3_64_hexdigest(canonical(tensor).numpy().data)

@@ -1,4 +1,4 @@
-"""Cuts a checkpoint into one vLLM rank's live parameters, written against vLLM's loader and without layout/ or plan/."""
+"""Cuts a checkpoint into one vLLM rank's live parameters, by what vLLM's loader does and without layout/ or plan/."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _one(weights: Weights, moe: TinyMoe, name: str, tp: int, tp_size: int, exper
     if expert_parallel:
         count = moe.experts // tp_size
         mine = mine[tp * count : (tp + 1) * count]
-        rows = columns = lambda tensor: tensor  # noqa: E731
+        rows = columns = lambda tensor: tensor
     if name.endswith("w2_weight"):
         return torch.stack([columns(weights[f"{prefix}.{e}.down_proj.weight"]) for e in mine])
     return torch.stack(

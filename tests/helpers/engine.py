@@ -56,6 +56,8 @@ class Engine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        self.num_tokens = 0
+        """Tokens of all requests so far."""
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
@@ -110,6 +112,7 @@ class Engine:
         async for output in self.llm.generate({"prompt_token_ids": prompt}, parameters, request_id):
             part = output.outputs[0]
             answer.tokens += part.token_ids
+            self.num_tokens += len(part.token_ids)
             for token, top in zip(part.token_ids, part.logprobs or [], strict=True):
                 answer.logprobs.append(top[token].logprob)
             if output.finished:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
-from megastream.engine.contract import CommitRequest
+from megastream.engine.contract import CommitRequest, WholeLoad
 from megastream.engine.vllm import compat
 from megastream.protocol.records import RankCommit
 from tests.helpers import reveal
@@ -57,13 +56,14 @@ class FeedAgent:
     def call(self, op: str, payload: dict[str, Any]) -> dict[str, Any]:
         return {"op": op, "payload": payload}
 
-    def receive_whole(self, version: int, deadline_s: float) -> Iterator[tuple[str, torch.Tensor]]:
+    attached_kind = "whole"
+
+    def load_whole(self, version: int, deadline_s: float) -> WholeLoad:
         names = {tensor.name for tensor in self.live.describe_whole().tensors}
         if self.behaviour == "fail":
             raise RuntimeError("told to fail")
-        for name, tensor in version_weights(version).items():
-            if name in names:
-                yield name, tensor
+        weights = version_weights(version)
+        return self.live.load_whole((name, tensor) for name, tensor in weights.items() if name in names)
 
     def close(self) -> None:
         self.prepared = {}
@@ -105,10 +105,16 @@ class Feeder:
 
         threading.Thread(target=write, daemon=True).start()
 
-    def feed_flip(self, name: str) -> None:
-        """Flips the lowest bit of the first element of what the engine computes with."""
+    def feed_names(self) -> list[str]:
+        """Buffers that the engine computes with on this rank."""
+        return list(self.feed.live.names)
+
+    def feed_flip(self, rank: int, name: str) -> None:
+        """On one rank, flips the lowest bit of the first element of what the engine computes with."""
+        if rank != self.feed.rank:
+            return
         live = self.feed.live
-        buffer = live._buffers[name]
+        buffer = live.buffers[name]
         values = buffer.read().clone()
         values.view(-1)[:1].view(torch.int16).bitwise_xor_(1)
         if compat.packed_linear(buffer.module) is not None:
@@ -163,18 +169,18 @@ def feed_late_labels(core: Any, late: bool) -> None:
     port.__dict__.pop("record", None)
     if late:
         record = port.record
-        core.feed_label = port._label
+        core.feed_told = port._label
 
         def late_record(batch: Any, outputs: dict[int, Any]) -> str:
             record(batch, outputs)
-            return core.feed_label
+            return core.feed_told
 
         port.record = late_record
 
 
 def feed_label(core: Any, label: str) -> None:
     """Core utility: the second call that names a version after it was committed."""
-    core.feed_label = label
+    core.feed_told = label
 
 
 def feed_stamp(core: Any, label: str) -> None:

@@ -14,7 +14,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from megastream.engine.contract import WholeLoad
 from megastream.engine.vllm import compat, cpu_repairs
 from megastream.engine.vllm.live import VllmLiveModel
 from megastream.engine.vllm.worker import UNKNOWN_LABEL, Agent, RankState
@@ -58,7 +57,6 @@ class MegastreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.state.live = self.live
         self.state.agent = self.start_agent(self.live)
         self._failure = ""
-        self._load: WholeLoad | None = None
 
     def start_agent(self, live: VllmLiveModel) -> Agent | None:
         """Starts the agent that receives for this rank. The composition root overrides it; here there is none."""
@@ -66,34 +64,31 @@ class MegastreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def session(self) -> dict[str, Any]:
         """What the core asks before and after a native call."""
-        load = self._load
-        return {
-            "attached": self.state.agent is not None,
-            "failure": self._failure,
-            "load_s": load.load_s if load else 0.0,
-            "repair_s": load.repair_s if load else 0.0,
-        }
+        agent = self.state.agent
+        kind = agent.attached_kind if agent is not None else None
+        return {"kind": kind or "", "failure": self._failure}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to do: see InitInfo."""
 
     def start_weight_update(self) -> None:
-        self._failure, self._load = "", None
+        self._failure = ""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receives all tensors of one version and reloads the model from them. Blocking; paused engine only.
 
         The base class would wait for an accelerator afterwards, which a CPU has not. Failures are kept for `session`.
         """
-        self.state.label = UNKNOWN_LABEL
-        _, self._failure = compat.guarded(lambda: self.receive_weights(self.parse_update_info(update_info)))
+        with compat.Guard() as guard, torch.no_grad():
+            self.receive_weights(self.parse_update_info(update_info))
+        self._failure = guard.error
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         agent = self.state.agent
         if agent is None:
             raise RuntimeError("no trainer is attached")
-        with torch.no_grad():
-            self._load = self.live.load_whole(agent.receive_whole(update_info.version, update_info.deadline_s))
+        self.state.label = UNKNOWN_LABEL
+        agent.load_whole(update_info.version, update_info.deadline_s)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         self.state.label = str(update_info.version)

@@ -56,7 +56,15 @@ class Plain(LiveBuffer):
         return self.parameter.data
 
     def prepare(self, new: torch.Tensor) -> Prepared:
-        return Prepared(copies=((self.parameter.data, new),))
+        """On a GPU the bytes move to the device here, on a stream of their own, so that a commit copies inside it."""
+        live = self.parameter.data
+        if not live.is_cuda:
+            return Prepared(copies=((live, new),))
+        stream = torch.cuda.Stream(live.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            on_device = new.to(live.device, non_blocking=True)
+        stream.synchronize()
+        return Prepared(copies=((live, on_device),))
 
 
 class PackedLinear(LiveBuffer):
@@ -133,6 +141,9 @@ def apply(prepared: Prepared) -> None:
     if prepared.copies:
         live, new = zip(*prepared.copies, strict=True)
         torch._foreach_copy_(list(live), list(new))
+        if live[0].is_cuda:
+            for tensor in new:  # allocated on another stream, see Plain.prepare: not to be reused before it is read
+                tensor.record_stream(torch.cuda.current_stream())
     for module, kernel in prepared.kernels:
         compat.set_packed_linear(module, kernel)
 
@@ -140,14 +151,13 @@ def apply(prepared: Prepared) -> None:
 def collect(model: torch.nn.Module, on_cpu: bool) -> dict[str, LiveBuffer]:
     """All parameters of this rank, in the model's order. Fit for patching or not: `live.py` checks that."""
     buffers: dict[str, LiveBuffer] = {}
-    seen: set[int] = set()
+    seen: dict[int, str] = {}
     for prefix, module in model.named_modules():
         loader = compat.loader_metadata(module)
         for short, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            name = f"{prefix}.{short}" if prefix else short
+            name = seen.setdefault(id(parameter), f"{prefix}.{short}" if prefix else short)
+            if name in buffers and not (on_cpu and compat.is_head(module)):
+                continue  # tied: one parameter, written once; on CPU the head's kernel must follow
             shape = tuple(loader[short].shape) if short in loader else tuple(parameter.shape)
             kind = _kind(module, short, parameter, on_cpu)
             buffers[name] = buffer = kind(name, module, parameter, shape)

@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ def version() -> tuple[int, int, int]:
     numbers = vllm.__version__.split("+")[0].split(".")[:3]
     major, minor, patch = (int("".join(c for c in part if c.isdigit()) or 0) for part in (*numbers, "0", "0")[:3])
     return major, minor, patch
+
+
+def version_text() -> str:
+    """The installed vLLM's own version string."""
+    return str(vllm.__version__)
 
 
 def check_version() -> None:
@@ -72,17 +78,32 @@ def wrap_method(owner: Any, name: str, make: Callable[[Callable[..., Any]], Call
     return True
 
 
-def guarded(call: Callable[[], Any]) -> tuple[Any, str]:
-    """Runs `call`; returns (result, "") or (None, what went wrong).
+def add_attribute(owner: Any, name: str, value: Any) -> None:
+    """Gives a class of vLLM an attribute of ours."""
+    setattr(owner, name, value)
+
+
+class Guard:
+    """Context that lets no exception out; `error` says what went wrong inside, empty when nothing did.
 
     An exception that leaves a worker call with more than one rank leaves the other ranks' replies in their queues: from
     then on every reply of the engine belongs to an earlier call. So nothing may leave one, of whatever class.
     """
-    try:
-        return call(), ""
-    except Exception as error:
-        logger.exception("a worker call failed")
-        return None, f"{type(error).__name__}: {error}"
+
+    def __init__(self) -> None:
+        self.error = ""
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.error = f"{type(error).__name__}: {error}"
+        logger.error("a worker call failed", exc_info=error)
+        return True
 
 
 # -- weight transfer ---------------------------------------------------------------------------------------------------
@@ -115,7 +136,7 @@ def active_session(worker: Any, *, drop: bool = False) -> bool:
     return active
 
 
-def reload_checkpoint(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def reload_checkpoint(model: Any, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """vLLM's layerwise reload from HF tensors. Afterwards no parameter is left on the meta device, also after an error.
 
     A module of which only a part arrived then holds undefined values: after an error the model must not be used.
@@ -161,9 +182,9 @@ def is_adapted(module: torch.nn.Module) -> bool:
     return isinstance(module, BaseLayerWithLoRA)
 
 
-def expert_slots(module: torch.nn.Module) -> tuple[int, ...]:
+def expert_slots(module: Any) -> tuple[int, ...]:
     """The global expert in each local slot, read from the live map (never recomputed)."""
-    num_slots = int(module._parameters["w13_weight"].shape[0])  # type: ignore[union-attr]
+    num_slots = int(module.w13_weight.shape[0])
     live_map = module.expert_map
     if live_map is None:
         return tuple(range(num_slots))
@@ -171,16 +192,16 @@ def expert_slots(module: torch.nn.Module) -> tuple[int, ...]:
     return tuple(slots[slot] for slot in range(num_slots))
 
 
-def moe_backend(module: torch.nn.Module) -> str:
+def moe_backend(module: Any) -> str:
     """Name of the unquantized MoE backend of an experts module, or the class of its quantization method."""
     method = module.quant_method
     backend = getattr(method, "unquantized_backend", None)
     return str(backend.name) if backend is not None else type(method).__name__
 
 
-def cpu_moe_isa(module: torch.nn.Module) -> str | None:
+def cpu_moe_isa(module: Any) -> str | None:
     """Instruction set whose order the CPU experts are packed in; None when zentorch keeps the loader's layout."""
-    experts = module.quant_method.moe_kernel.fused_experts  # type: ignore[union-attr]
+    experts = module.quant_method.moe_kernel.fused_experts
     return None if experts._use_zentorch else str(experts.isa)
 
 
@@ -199,18 +220,19 @@ def pack_linear(weight: torch.Tensor) -> CpuKernel:
     """A new CPU kernel for `weight` [out, in], chosen by vLLM's own dispatch. It keeps no reference to `weight`."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    stand_in = torch.nn.Module()
+    stand_in: Any = torch.nn.Module()
     stand_in.weight = torch.nn.Parameter(weight, requires_grad=False)
     dispatch_cpu_unquantized_gemm(stand_in, remove_weight=False)
-    return stand_in.cpu_linear  # type: ignore[return-value]
+    kernel: CpuKernel = stand_in.cpu_linear
+    return kernel
 
 
-def packed_linear(module: torch.nn.Module) -> CpuKernel | None:
+def packed_linear(module: Any) -> CpuKernel | None:
     """The CPU kernel that a layer multiplies with, None on other platforms."""
     return getattr(module, "cpu_linear", None)
 
 
-def set_packed_linear(module: torch.nn.Module, kernel: CpuKernel) -> None:
+def set_packed_linear(module: Any, kernel: CpuKernel) -> None:
     """Makes `kernel` the one that the layer's next forward uses; the old one is freed."""
     module.cpu_linear = kernel
 
@@ -235,9 +257,10 @@ def ordered_call(core: Any, method: str, args: tuple[Any, ...]) -> Future[list[A
     order. Without work nothing would read it, so the call is waited for.
     """
     executor = core.model_executor
-    if core.has_work():
-        return executor.collective_rpc(method, args=args, non_block=True)
     future: Future[list[Any]] = Future()
+    if core.has_work():
+        future = executor.collective_rpc(method, args=args, non_block=True)
+        return future
     future.set_result(executor.collective_rpc(method, args=args))
     return future
 

@@ -32,7 +32,7 @@ def patch(records: Callable[[Any], bool], wire: Wired) -> None:
 
     from megastream.engine.vllm.worker import megastream_call
 
-    EngineCore.megastream = None
+    compat.add_attribute(EngineCore, "megastream", None)
     compat.wrap_method(EngineCoreProc, "run_busy_loop", lambda original: _with_port(original, records, wire))
     for name, make in (
         ("add_request", _refusing_when_poisoned),
@@ -44,9 +44,9 @@ def patch(records: Callable[[Any], bool], wire: Wired) -> None:
         compat.wrap_method(EngineCore, name, make)
     compat.wrap_method(EngineCoreProc, "_handle_client_request", _running_commands)
     compat.wrap_method(EngineCoreProc, "_process_input_queue", _draining_when_idle)
-    EngineCore.megastream_records = megastream_records
-    EngineCore.megastream_status = megastream_status
-    WorkerBase.megastream_call = megastream_call
+    compat.add_attribute(EngineCore, "megastream_records", megastream_records)
+    compat.add_attribute(EngineCore, "megastream_status", megastream_status)
+    compat.add_attribute(WorkerBase, "megastream_call", megastream_call)
 
 
 def megastream_records(core: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def megastream_status(core: Any) -> dict[str, Any]:
 
 
 def _port(core: Any) -> VllmCorePort:
-    port = core.megastream
+    port: VllmCorePort | None = core.megastream
     if port is None:
         raise RuntimeError('this engine does not serve megastream; give --weight-transfer-config {"backend": ...}')
     return port
@@ -196,8 +196,11 @@ def _refuse_early(core: Any, method: str, info: dict[str, Any], args: tuple[Any,
             "or stream: streamed versions need no pause"
         )
     for reply in core.megastream.ask_ranks("session", {}):
-        if not reply["attached"]:
-            raise UpdateRefused(f"{method}: no trainer is attached to engine rank {reply['rank']}; attach one first")
+        if reply["kind"] != "whole":
+            what = "a trainer that streams" if reply["kind"] else "no trainer"
+            raise UpdateRefused(
+                f"{method}: {what} is attached to engine rank {reply['rank']}; attach one with kind whole first"
+            )
         if reply["active"] != (method != "start_weight_update"):
             state = "a" if reply["active"] else "no"
             raise UpdateRefused(f"{method}: {state} weight update is active on engine rank {reply['rank']}")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from megastream.engine.contract import CommitRequest
+from megastream.engine.contract import CommitRequest, WholeLoad
 from megastream.engine.digest import tensor_digest
 from megastream.engine.vllm import compat
 from megastream.engine.vllm.board import BoardSlot
 from megastream.engine.vllm.live import VllmLiveModel
-from megastream.protocol.records import RankCommit
+from megastream.protocol.records import PlanKind, RankCommit
 
 logger = logging.getLogger("vllm.megastream")
 
@@ -31,7 +31,10 @@ class Agent(Protocol):
 
     def call(self, op: str, payload: dict[str, Any]) -> dict[str, Any]: ...
 
-    def receive_whole(self, version: int, deadline_s: float) -> Iterable[tuple[str, torch.Tensor]]: ...
+    def load_whole(self, version: int, deadline_s: float) -> WholeLoad: ...
+
+    @property
+    def attached_kind(self) -> PlanKind | None: ...
 
     def close(self) -> None: ...
 
@@ -81,13 +84,13 @@ class RankState:
         started = time.perf_counter()
         if self.agent is None:
             return RankCommit(rank=self.rank, ok=False, stall_s=0.0, step=self.step, error="no agent is attached")
-        reply, error = compat.guarded(lambda: self.agent.commit(request))  # type: ignore[union-attr]
-        stall_s = time.perf_counter() - started
-        if reply is None:
-            return RankCommit(rank=self.rank, ok=False, stall_s=stall_s, step=self.step, error=error)
+        reply = RankCommit(rank=self.rank, ok=False, stall_s=0.0, step=self.step)
+        with compat.Guard() as guard, torch.no_grad():
+            reply = self.agent.commit(request)
         if reply.ok:
             self.label = request.label
-        return msgspec.structs.replace(reply, rank=self.rank, stall_s=stall_s, step=self.step)
+        stall_s, error = time.perf_counter() - started, guard.error or reply.error
+        return msgspec.structs.replace(reply, rank=self.rank, stall_s=stall_s, step=self.step, error=error)
 
     def relabel(self, label: str) -> None:
         """Renames the live weights, unless it is unknown what they are."""
@@ -113,21 +116,24 @@ def megastream_call(worker: Any, op: str, payload: dict[str, Any]) -> Any:
 
     `commit` replies a RankCommit, everything else a dict with `ok`, `rank`, `error` and what the operation adds.
     """
-    engine = compat.transfer_engine(worker)
+    engine: Any = compat.transfer_engine(worker)
     state: RankState = engine.state
     if op == "commit":
         return state.commit(CommitRequest(**payload))
-    result, error = compat.guarded(lambda: _run(worker, engine, state, op, payload))
-    return {"ok": not error, "rank": state.rank, "error": error, **(result or {})}
+    result: dict[str, Any] = {}
+    with compat.Guard() as guard, torch.no_grad():
+        result = _run(worker, engine, state, op, payload)
+    error = guard.error or result.get("error", "")
+    return {**result, "ok": not error, "rank": state.rank, "error": error}
 
 
-def _run(worker: Any, engine: Any, state: RankState, op: str, payload: dict[str, Any]) -> dict[str, Any] | None:
+def _run(worker: Any, engine: Any, state: RankState, op: str, payload: dict[str, Any]) -> dict[str, Any]:
     if op == "install":
         state.install(worker, payload["board"], payload["records"])
-        return None
+        return {}
     if op == "label":
         state.relabel(payload["label"])
-        return None
+        return {}
     if op == "status":
         return {"label": state.label, "step": state.step, "differences": state.differences}
     if op == "records":

@@ -1,0 +1,63 @@
+"""Engines that cannot be patched in place, each refused by name with the remedy (LiveModelError)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megastream.engine.contract import LiveModelError
+from megastream.engine.vllm import compat
+from megastream.engine.vllm.buffers import LiveBuffer, PackedLinear
+
+PATCHABLE_MOE = ("TRITON", "BATCHED_TRITON", "CPU")
+"""MoE backends whose live experts keep the loader's layout, or (CPU) a permutation of it that can be undone."""
+
+
+def refuse_config(vllm_config: Any) -> None:
+    """What the configuration alone rules out."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    tied = bool(model.hf_config.tie_word_embeddings)
+    refusals = (
+        (model.quantization, f"weights are quantized ({model.quantization})", "serve an unquantized checkpoint"),
+        (vllm_config.lora_config, "LoRA is enabled", "leave out --enable-lora"),
+        (parallel.enable_eplb, "experts are rebalanced while serving (EPLB)", "leave out --enable-eplb"),
+        (vllm_config.speculative_config, "a draft model is in use", "leave out --speculative-config"),
+        (compat.in_data_parallel(vllm_config), "several engine cores share the model", "use --data-parallel-size 1"),
+        (
+            tied and parallel.pipeline_parallel_size > 1,
+            "embedding and head are tied across pipeline stages",
+            "use --pipeline-parallel-size 1",
+        ),
+        (model.enable_sleep_mode, "sleep mode drops weights", "leave out --enable-sleep-mode"),
+    )
+    for refused, what, remedy in refusals:
+        if refused:
+            raise LiveModelError(f"this engine cannot be patched in place: {what}; {remedy}")
+
+
+def refuse_modules(model: torch.nn.Module) -> None:
+    """Layers whose live weights have a private layout."""
+    for name, module in model.named_modules():
+        if compat.is_adapted(module):
+            raise LiveModelError(f"{name} is wrapped by LoRA and cannot be patched in place; leave out --enable-lora")
+        if not compat.is_experts(module):
+            continue
+        backend = compat.moe_backend(module)
+        if backend not in PATCHABLE_MOE:
+            raise LiveModelError(
+                f"{name} uses the MoE backend {backend}, whose weights have a private layout; "
+                f"patchable are {', '.join(PATCHABLE_MOE)}: serve with --moe-backend triton"
+            )
+
+
+def refuse_buffer(buffer: LiveBuffer, rank: int) -> None:
+    """A live parameter that is not what the loader fills."""
+    live = buffer.parameter
+    if live.numel() == 0 and isinstance(buffer, PackedLinear):
+        return
+    if tuple(live.shape) != buffer.shape or not live.is_contiguous():
+        raise LiveModelError(
+            f"{buffer.name} on engine rank {rank} is live as {tuple(live.shape)}, but the loader fills {buffer.shape}: "
+            "padded or repacked weights cannot be patched in place; choose a TP size that needs no padding, or EP"
+        )
