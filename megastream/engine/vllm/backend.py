@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from megastream.engine.vllm import compat, cpu_repairs
+from megastream.engine.vllm import compat, cpu_repairs, hooks
 from megastream.engine.vllm.live import VllmLiveModel
 from megastream.engine.vllm.worker import UNKNOWN_LABEL, Agent, RankState
 
@@ -79,7 +79,7 @@ class MegastreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         The base class would wait for an accelerator afterwards, which a CPU has not. Failures are kept for `session`.
         """
-        with compat.Guard() as guard, torch.no_grad():
+        with hooks.Guard() as guard, torch.no_grad():
             self.receive_weights(self.parse_update_info(update_info))
         self._failure = guard.error
 

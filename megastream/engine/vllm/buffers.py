@@ -60,7 +60,7 @@ class Plain(LiveBuffer):
         live = self.parameter.data
         if not live.is_cuda:
             return Prepared(copies=((live, new),))
-        stream = torch.cuda.Stream(live.device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(live.device)
         with torch.cuda.stream(stream):
             on_device = new.to(live.device, non_blocking=True)
         stream.synchronize()

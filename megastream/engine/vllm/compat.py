@@ -6,11 +6,9 @@ differ, the function here hides it.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -63,47 +61,6 @@ def dev_mode() -> bool:
     import vllm.envs
 
     return bool(vllm.envs.VLLM_SERVER_DEV_MODE)
-
-
-def wrap_method(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Replaces `owner.name` (a class's or an instance's) by `make(original)`, once; False when it is absent."""
-    original = getattr(owner, name, None)
-    if original is None:
-        return False
-    if not getattr(original, "megastream", False):
-        replacement = make(original)
-        functools.update_wrapper(replacement, original)
-        replacement.megastream = True  # type: ignore[attr-defined]
-        setattr(owner, name, replacement)
-    return True
-
-
-def add_attribute(owner: Any, name: str, value: Any) -> None:
-    """Gives a class of vLLM an attribute of ours."""
-    setattr(owner, name, value)
-
-
-class Guard:
-    """Context that lets no exception out; `error` says what went wrong inside, empty when nothing did.
-
-    An exception that leaves a worker call with more than one rank leaves the other ranks' replies in their queues: from
-    then on every reply of the engine belongs to an earlier call. So nothing may leave one, of whatever class.
-    """
-
-    def __init__(self) -> None:
-        self.error = ""
-
-    def __enter__(self) -> Guard:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self.error = f"{type(error).__name__}: {error}"
-        logger.error("a worker call failed", exc_info=error)
-        return True
 
 
 # -- weight transfer ---------------------------------------------------------------------------------------------------

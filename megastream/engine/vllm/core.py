@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megastream.engine.vllm import compat
+from megastream.engine.vllm import compat, hooks
 from megastream.engine.vllm.backend import NAME
 from megastream.engine.vllm.port import VllmCorePort
 
@@ -32,8 +32,8 @@ def patch(records: Callable[[Any], bool], wire: Wired) -> None:
 
     from megastream.engine.vllm.worker import megastream_call
 
-    compat.add_attribute(EngineCore, "megastream", None)
-    compat.wrap_method(EngineCoreProc, "run_busy_loop", lambda original: _with_port(original, records, wire))
+    hooks.add_attribute(EngineCore, "megastream", None)
+    hooks.wrap_method(EngineCoreProc, "run_busy_loop", lambda original: _with_port(original, records, wire))
     for name, make in (
         ("add_request", _refusing_when_poisoned),
         ("set_weight_version", _relabelling),
@@ -41,12 +41,12 @@ def patch(records: Callable[[Any], bool], wire: Wired) -> None:
         ("collective_rpc", _guarding_native_calls),
         ("shutdown", _unwiring),
     ):
-        compat.wrap_method(EngineCore, name, make)
-    compat.wrap_method(EngineCoreProc, "_handle_client_request", _running_commands)
-    compat.wrap_method(EngineCoreProc, "_process_input_queue", _draining_when_idle)
-    compat.add_attribute(EngineCore, "megastream_records", megastream_records)
-    compat.add_attribute(EngineCore, "megastream_status", megastream_status)
-    compat.add_attribute(WorkerBase, "megastream_call", megastream_call)
+        hooks.wrap_method(EngineCore, name, make)
+    hooks.wrap_method(EngineCoreProc, "_handle_client_request", _running_commands)
+    hooks.wrap_method(EngineCoreProc, "_process_input_queue", _draining_when_idle)
+    hooks.add_attribute(EngineCore, "megastream_records", megastream_records)
+    hooks.add_attribute(EngineCore, "megastream_status", megastream_status)
+    hooks.add_attribute(WorkerBase, "megastream_call", megastream_call)
 
 
 def megastream_records(core: Any) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def _with_port(loop: Callable[..., None], records: Callable[[Any], bool], wire: 
         if compat.selected_backend(config) == NAME:
             port = VllmCorePort(self, config.parallel_config.world_size, records=records(config))
             port.install()
-            compat.wrap_method(self.scheduler, "schedule", lambda schedule: _stamping(schedule, port))
-            compat.wrap_method(self.scheduler, "update_from_output", lambda update: _checking(self, update, port))
+            hooks.wrap_method(self.scheduler, "schedule", lambda schedule: _stamping(schedule, port))
+            hooks.wrap_method(self.scheduler, "update_from_output", lambda update: _checking(self, update, port))
             self.megastream = port
             self.megastream_end = wire(config, port)
         loop(self, *args, **named)
@@ -181,7 +181,7 @@ def _guarding_native_calls(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_early(core: Any, method: str, info: dict[str, Any], args: tuple[Any, ...]) -> None:
-    """Everything that a worker would raise about is refused here, where it has one reply (see compat.guarded)."""
+    """Everything that a worker would raise about is refused here, where it has one reply (see hooks.Guard)."""
     if method == "start_draft_weight_update":
         raise UpdateRefused(f"{method}: megastream has no draft model; use start_weight_update")
     if method == "init_weight_transfer_engine":

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megastream.engine.vllm import compat
+from megastream.engine.vllm import compat, hooks
 
 WRITTEN_FOR = (0, 32)
 
@@ -34,8 +34,8 @@ def apply() -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    compat.wrap_method(CPUUnquantizedExperts, "apply", _with_local_ids)
-    compat.wrap_method(GPUModelRunner, "sync_and_gather_intermediate_tensors", _with_buffers)
+    hooks.wrap_method(CPUUnquantizedExperts, "apply", _with_local_ids)
+    hooks.wrap_method(GPUModelRunner, "sync_and_gather_intermediate_tensors", _with_buffers)
 
 
 def check() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from megastream.engine.contract import CommitRequest, WholeLoad
 from megastream.engine.digest import tensor_digest
-from megastream.engine.vllm import compat
+from megastream.engine.vllm import compat, hooks
 from megastream.engine.vllm.board import BoardSlot
 from megastream.engine.vllm.live import VllmLiveModel
 from megastream.protocol.records import PlanKind, RankCommit
@@ -56,7 +56,7 @@ class RankState:
         """Starts comparing: wraps this worker's execute_model, opens the board."""
         self._slot = BoardSlot(board, self.rank)
         self._records = [] if records else None
-        compat.wrap_method(worker, "execute_model", self._with_check)
+        hooks.wrap_method(worker, "execute_model", self._with_check)
 
     def _with_check(self, execute_model: Callable[..., Any]) -> Callable[..., Any]:
         def checked(batch: Any, *args: Any, **named: Any) -> Any:
@@ -85,7 +85,7 @@ class RankState:
         if self.agent is None:
             return RankCommit(rank=self.rank, ok=False, stall_s=0.0, step=self.step, error="no agent is attached")
         reply = RankCommit(rank=self.rank, ok=False, stall_s=0.0, step=self.step)
-        with compat.Guard() as guard, torch.no_grad():
+        with hooks.Guard() as guard, torch.no_grad():
             reply = self.agent.commit(request)
         if reply.ok:
             self.label = request.label
@@ -121,7 +121,7 @@ def megastream_call(worker: Any, op: str, payload: dict[str, Any]) -> Any:
     if op == "commit":
         return state.commit(CommitRequest(**payload))
     result: dict[str, Any] = {}
-    with compat.Guard() as guard, torch.no_grad():
+    with hooks.Guard() as guard, torch.no_grad():
         result = _run(worker, engine, state, op, payload)
     error = guard.error or result.get("error", "")
     return {**result, "ok": not error, "rank": state.rank, "error": error}
