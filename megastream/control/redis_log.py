@@ -1,4 +1,4 @@
-"""ControlLog on redis streams: one stream per run, read by remembered ids, any Redis or Valkey from version 6.2."""
+"""ControlLog on redis streams: one stream per run, read by remembered ids; needs streams and Lua of the server (tested: Valkey 9.1)."""
 
 from __future__ import annotations
 
