@@ -244,7 +244,7 @@ class Coordinator:
                 )
             )
             if bond.phase is Phase.REPLACING:
-                self._attached(bond, replaced=True)
+                self._attached(bond, replaced=any(record.differing for record in bond.compared.values()))
         self._advance()
 
     def _poison(self, bond: Bond, key: Key, errors: str) -> None:

@@ -101,21 +101,27 @@ class Inlet:
                 thread.join(deadline_s)
 
     def _run(self, source: int) -> None:
-        lane: ReceiveLane | None = None
+        reason = "its thread broke off, the traceback is on stderr"
         try:
-            lane = self._receiver.accept(source, self._settings.bind_s)
+            self._receive_all(source)
+            reason = ""
+        except (RuntimeError, ValueError) as error:  # LaneError, PieceRefused, LiveModelError, torch
+            reason = str(error)
+        finally:  # whatever ended it: a lane that is no longer read must not be waited for
+            if reason and not self._aborted:
+                logger.warning("%s: lane from trainer rank %d broke: %s", self._who, source, reason)
+                self._failed(reason)
+
+    def _receive_all(self, source: int) -> None:
+        lane = self._receiver.accept(source, self._settings.bind_s)
+        try:
             if not self._adopt(source, lane):
                 return
             scratch = torch.empty(self._most_bytes[source], dtype=torch.uint8)
             while (header := lane.receive_header(self._settings.liveness_s)) is not None:
                 self._receive(lane, source, header, scratch)
-        except (RuntimeError, ValueError) as error:  # LaneError, PieceRefused, LiveModelError, torch
-            if not self._aborted:
-                logger.warning("%s: lane from trainer rank %d broke: %s", self._who, source, error)
-                self._failed(str(error))
         finally:
-            if lane is not None:
-                lane.close()
+            lane.close()
 
     def _adopt(self, source: int, lane: ReceiveLane) -> bool:
         with self._lock:

@@ -107,12 +107,14 @@ class StreamSink:
                 staged = ", ".join(map(str, self._prepared)) or "none"
                 return f"version {key.version}, attempt {key.attempt} is not prepared here; prepared are: {staged}"
             self._table.hold(key)
-        error = self._write_live(prepared)
-        if error:  # absolute values from pinned staging: repeating is safe, whatever the first try left behind
+        try:
             error = self._write_live(prepared)
-        with self._changed:
-            self._table.release(key)
-            self._forget(key.version)
+            if error:  # absolute values from pinned staging: repeating is safe, whatever the first try left behind
+                error = self._write_live(prepared)
+        finally:
+            with self._changed:
+                self._table.release(key)
+                self._forget(key.version)
         return error
 
     def compare(self, key: Key) -> Comparison:

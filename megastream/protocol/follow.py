@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class Follower:
     """Hands every record of the log, from its beginning, to `take`, in order, in one thread.
 
-    `tick` is called between reads, at least every `poll_s` seconds. Once the control plane is lost for good, `lost`
-    is called with the reason and the thread ends.
+    `tick` is called between reads, at least every `poll_s` seconds. Once the control plane is lost for good, or a
+    record could not be handled, `lost` is called with the reason and the thread ends.
     """
 
     def __init__(
@@ -48,18 +48,25 @@ class Follower:
             self._thread.join(deadline_s)
 
     def _run(self) -> None:
+        reason = "the thread that follows the log broke off, its traceback is on stderr"
+        try:
+            reason = self._follow()
+        finally:  # whatever ended it: whoever waits for records must not wait for ever
+            if reason and not self._stop.is_set():
+                self._lost(reason)
+
+    def _follow(self) -> str:
         after = "0"
         while not self._stop.is_set():
             try:
                 records = self._log.read(after, self._poll_s)
             except ControlError as error:
-                if not self._stop.is_set():
-                    self._lost(str(error))
-                return
+                return str(error)
             for position, record in records:
                 after = position
                 self._take(record)
             self._tick()
+        return ""
 
 
 class Outbox:

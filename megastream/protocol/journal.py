@@ -65,6 +65,12 @@ class Journal:
             return f"{failed.side}{rank} failed: {failed.reason}"
         return self._lost
 
+    def failure_within(self, seconds: float) -> str:
+        """`failure`, waiting so long for one: lanes break faster than the record that says why arrives."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure, seconds)
+            return self.failure
+
     def wait(self, check: Callable[[], T | None], deadline_s: float, missing: Callable[[], str]) -> T:
         """What `check` gives as soon as it is neither None nor False. It runs under the lock, after every record.
 

@@ -111,7 +111,7 @@ class Attached(_Record, frozen=True, kw_only=True, tag="attached"):
     engine: str
     version: int
     replaced: bool
-    """True when the live weights differed and `version` was committed over them (a later incarnation)."""
+    """True when the live weights differed and `version` was put over them (a later incarnation, or kind whole)."""
 
 
 class Emitted(_Record, frozen=True, kw_only=True, tag="emitted"):

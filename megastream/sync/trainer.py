@@ -44,6 +44,9 @@ from megastream.trainer.settings import TrainerSettings
 
 T = TypeVar("T")
 
+CAUSE_S = 1.0
+"""How long a broken emission waits for the record that says who failed first, in seconds."""
+
 
 class TrainerSync:
     """One per trainer rank and start. Not thread-safe, except `final`."""
@@ -262,6 +265,8 @@ class TrainerSync:
         try:
             return call(self._emitter)
         except EmitError as error:
+            if self._journal is not None:
+                self._journal.failure_within(CAUSE_S)
             raise self._failed(str(error)) from error
 
     def _join(self) -> None:

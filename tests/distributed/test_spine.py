@@ -14,6 +14,7 @@ import torch
 
 from megastream.protocol.records import Attached, Committed, Detached, Failed, Poisoned, TrainingFinished
 from megastream.sync import SyncError, TrainerSync, binding
+from megastream.transport.gloo_lane import GlooReceiveLane
 from tests.helpers.fake_trainer import FakeTrainer, train_step
 from tests.helpers.memory_log import MemoryStore
 from tests.helpers.spine import ENGINE_SETTINGS, engine, eventually, train, trainer_settings
@@ -97,6 +98,18 @@ def test_one_flipped_bit_in_a_live_weight_is_found_at_attach() -> None:
         e.lives[1].buffers[name].view(dtype=torch.int16)[3] ^= 1
         outcome = train(e.store, steps(1), settings=trainer_settings("a"))[0]
         assert f"1 of {len(e.lives[1].buffers)} tensors differ on engine rank 1, first {name}" in str(outcome)
+
+
+def test_a_transport_that_says_yes_and_writes_nothing_is_found_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = GlooReceiveLane.receive_payload
+
+    def lying(self: GlooReceiveLane, header: Any, into: torch.Tensor, deadline_s: float) -> None:
+        honest(self, header, torch.empty_like(into), deadline_s)
+
+    monkeypatch.setattr(GlooReceiveLane, "receive_payload", lying)
+    with engine("tp1 pp2") as e:
+        assert "tensors differ on engine rank" in str(train(e.store, steps(1), settings=trainer_settings("a"))[0])
+        assert e.core.commits == []
 
 
 @pytest.mark.parametrize(

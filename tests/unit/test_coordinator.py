@@ -1,0 +1,246 @@
+"""The coordinator against a log in memory and a core that answers when told to. No lanes, no weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from megastream.engine.contract import CommitRequest
+from megastream.engine.coordinator import Coordinator
+from megastream.engine.settings import EngineSettings
+from megastream.protocol.records import (
+    Accepted,
+    Attach,
+    Attached,
+    Committed,
+    Compared,
+    Detached,
+    Failed,
+    LanesOpen,
+    Poisoned,
+    RankCommit,
+    Record,
+    Sealed,
+    TrainingFinished,
+    WeightsReady,
+)
+from tests.helpers.memory_log import MemoryLog, MemoryStore
+from tests.helpers.spine import eventually
+
+SETTINGS = EngineSettings(bind_s=5, liveness_s=20, commit_s=5, detach_s=5, poll_s=0.02)
+Done = Callable[[tuple[RankCommit, ...]], None]
+
+
+class ManualCore:
+    """Keeps what it was asked for; the test answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[CommitRequest, Done]] = []
+        self.poisons: list[str] = []
+        self.version = 0
+
+    def commit(self, request: CommitRequest, done: Done) -> None:
+        self.asked.append((request, done))
+
+    def call_ranks(self, op: str, payload: dict[str, Any], done: Callable[[Any], None]) -> None:
+        done(({"done": True, "error": ""},) * 2)
+
+    def poison(self, reason: str) -> None:
+        self.poisons.append(reason)
+
+    def live_version(self) -> int:
+        return self.version
+
+    def answer(self, ok: bool = True) -> None:
+        request, done = self.asked.pop(0)
+        self.version = request.version
+        done(tuple(RankCommit(rank=rank, ok=ok, stall_s=0.0, step=1, error="" if ok else "no") for rank in range(2)))
+
+
+class Bench:
+    def __init__(self, store: MemoryStore, core: ManualCore) -> None:
+        self.store, self.core, self.log = store, core, MemoryLog(store)
+
+    def post(self, *records: Record) -> None:
+        for record in records:
+            self.log.append(record)
+
+    def records(self, kind: type) -> list[Any]:
+        return [record for record in self.store.records if isinstance(record, kind)]
+
+    def version(self, number: int, incarnation: int = 1, **changes: Any) -> None:
+        """All that makes a version ready."""
+        name = {"attachment": f"i{incarnation}", "incarnation": incarnation, "version": number, "attempt": 0}
+        digest = changes.get("digest", "digest")
+        self.post(*(Sealed(**name, rank=r, plan_digest=digest, elements=5, prepare_s=0.0) for r in range(2)))
+        self.post(Accepted(**name, train_step=0))
+        self.post(WeightsReady(**name, train_step=0, plan_digest="digest", units=(), elements=10))
+
+    def attach(self, incarnation: int = 1, base: int = 0, differing: int = 0, **changes: Any) -> None:
+        self.post(attach_record(incarnation, base, **changes))
+        self.post(LanesOpen(attachment=f"i{incarnation}", digest="digest"))
+        self.version(base, incarnation)
+        for rank in range(2):
+            self.post(Compared(attachment=f"i{incarnation}", rank=rank, tensors=7, differing=differing, first="w"))
+
+    def live(self, incarnation: int = 1) -> None:
+        eventually(lambda: any(r.attachment == f"i{incarnation}" for r in self.records(Attached)))
+
+
+def attach_record(incarnation: int = 1, base: int = 0, **changes: Any) -> Attach:
+    fields = dict(kind="stream", family="qwen3_moe", finality="pipelined", piece_bytes=1, experts_per_unit=1)
+    fields = {**fields, "engine": "e", "trainer_world_size": 1, "train_step": 0, **changes}
+    name = fields.pop("attachment", f"i{incarnation}")
+    return Attach(attachment=name, incarnation=incarnation, base_version=base, **fields)
+
+
+@contextmanager
+def bench(settings: EngineSettings = SETTINGS) -> Iterator[Bench]:
+    store, core = MemoryStore(), ManualCore()
+    coordinator = Coordinator(MemoryLog(store), engine="e", world_size=2, core=core, settings=settings)
+    coordinator.start()
+    try:
+        yield Bench(store, core)
+    finally:
+        coordinator.close()
+
+
+def test_equal_weights_are_attached_without_a_commit_and_versions_follow() -> None:
+    with bench() as b:
+        b.attach()
+        b.live()
+        assert b.core.asked == [] and b.records(Attached)[0].replaced is False
+        b.version(1)
+        eventually(lambda: len(b.core.asked) == 1)
+        assert b.records(Committed) == [], "nothing is said before all ranks replied"
+        b.core.answer()
+        eventually(lambda: [r.version for r in b.records(Committed)] == [1])
+
+
+def test_another_label_for_equal_weights_is_committed_so_that_tokens_carry_it() -> None:
+    with bench() as b:
+        b.attach(base=7)
+        eventually(lambda: len(b.core.asked) == 1)
+        b.core.answer()
+        b.live()
+        assert b.core.version == 7 and b.records(Attached)[0].replaced is False
+
+
+def test_a_failure_with_a_commit_under_way_detaches_only_after_the_replies() -> None:
+    with bench() as b:
+        b.attach()
+        b.live()
+        b.version(1)
+        eventually(lambda: len(b.core.asked) == 1)
+        b.post(Failed(attachment="i1", side="engine", rank=0, reason="a lane broke"))
+        b.version(2)
+        with pytest.raises(AssertionError):
+            eventually(lambda: bool(b.records(Detached)), 0.3)
+        b.core.answer()
+        eventually(lambda: len(b.records(Detached)) == 1)
+        assert b.core.asked == [], "no version of an attachment that failed is committed any more"
+
+
+def test_only_the_finished_event_of_this_attachment_ends_it() -> None:
+    with bench() as b:
+        b.attach()
+        b.live()
+        stale = dict(version=0, reason="done")
+        b.post(TrainingFinished(attachment="i0", incarnation=0, **stale))
+        with pytest.raises(AssertionError):
+            eventually(lambda: bool(b.records(Detached)), 0.3)
+        b.post(TrainingFinished(attachment="i1", incarnation=1, **stale))
+        b.post(TrainingFinished(attachment="i1", incarnation=1, **stale))
+        eventually(lambda: len(b.records(Detached)) == 1)
+
+
+def test_the_last_version_that_never_comes_ends_at_the_deadline() -> None:
+    with bench(EngineSettings(detach_s=0.2, poll_s=0.02)) as b:
+        b.attach()
+        b.live()
+        b.post(TrainingFinished(attachment="i1", incarnation=1, version=3, reason="done"))
+        eventually(lambda: len(b.records(Detached)) == 1)
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "base", "changes", "words"),
+    [
+        (2, 9, {"attachment": "x"}, "attached to incarnation 2 .*incarnation 2 can attach once that has finished"),
+        (1, 9, {}, "version 0 of incarnation 2 live; base version 9 of incarnation 1 would go backwards"),
+        (3, 5, {"namespace": "lora"}, "namespace='lora' is not supported"),
+        (3, 5, {"membership_epoch": 2}, "membership_epoch=2 is not supported"),
+    ],
+)
+def test_an_attach_that_cannot_be_is_refused_and_the_held_one_goes_on(
+    incarnation: int, base: int, changes: dict[str, Any], words: str
+) -> None:
+    with bench() as b:
+        b.attach(incarnation=2)
+        b.live(2)
+        b.post(attach_record(incarnation, base, **changes))
+        eventually(lambda: len(b.records(Detached)) == 1)
+        assert re.search(words, b.records(Failed)[0].reason)
+        b.version(1, incarnation=2)
+        eventually(lambda: len(b.core.asked) == 1)
+
+
+def test_an_incarnation_below_what_is_live_is_refused() -> None:
+    with bench() as b:
+        b.attach(incarnation=2)
+        b.live(2)
+        b.post(TrainingFinished(attachment="i2", incarnation=2, version=0, reason="done"))
+        eventually(lambda: len(b.records(Detached)) == 1)
+        b.post(attach_record(1, base=5))
+        eventually(lambda: len(b.records(Failed)) == 1)
+        assert "would go backwards" in b.records(Failed)[0].reason
+
+
+def test_a_seal_under_another_plan_ends_the_attachment_once() -> None:
+    with bench() as b:
+        b.attach()
+        b.live()
+        b.version(1, digest="other")
+        eventually(lambda: len(b.records(Detached)) == 1)
+        assert [record.reason for record in b.records(Failed)] == [
+            "engine rank 0 sealed version 1 under plan other, agreed was digest"
+        ]
+
+
+def test_a_commit_that_nobody_answers_is_reported() -> None:
+    with bench(EngineSettings(commit_s=0.2, poll_s=0.02)) as b:
+        b.attach()
+        b.live()
+        b.version(1)
+        eventually(lambda: len(b.records(Failed)) == 1)
+        assert "a commit was enqueued 0.2 s ago" in b.records(Failed)[0].reason
+        assert b.records(Detached) == [], "the commit may still happen"
+        b.core.answer()
+        eventually(lambda: len(b.records(Detached)) == 1)
+
+
+def test_a_trainer_that_never_opens_its_lanes_is_named() -> None:
+    with bench(EngineSettings(bind_s=0.2, poll_s=0.02)) as b:
+        b.post(attach_record())
+        eventually(lambda: len(b.records(Detached)) == 1)
+        assert "waited 0.2 s for the trainer to open its lanes" in b.records(Failed)[0].reason
+
+
+def test_a_poisoned_engine_is_healed_by_the_next_version_or_the_next_attachment() -> None:
+    with bench() as b:
+        b.attach()
+        b.live()
+        b.version(1)
+        eventually(lambda: len(b.core.asked) == 1)
+        b.core.answer(ok=False)
+        eventually(lambda: len(b.records(Poisoned)) == len(b.core.poisons) == 1)
+        assert b.records(Committed) == []
+        b.post(Failed(attachment="i1", side="trainer", rank=0, reason="gone"))
+        b.attach(incarnation=2, base=2, differing=3)
+        eventually(lambda: len(b.core.asked) == 1)
+        b.core.answer()
+        b.live(2)
+        assert b.records(Attached)[-1].replaced is True
