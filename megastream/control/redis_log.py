@@ -1,4 +1,7 @@
-"""ControlLog on redis streams: one stream per run, read by remembered ids; needs streams and Lua of the server (tested: Valkey 9.1)."""
+"""ControlLog on redis streams: one stream per run, read by remembered ids.
+
+The server must know streams and Lua; tested with Valkey 9.1.
+"""
 
 from __future__ import annotations
 
