@@ -18,6 +18,7 @@ NOT_LOCKED = {
     "torchvision": "a CUDA build",
     "torchaudio": "a CUDA build",
     "torchcodec": "a CUDA build",
+    "triton": "a gigabyte of GPU compiler, which xgrammar wants for kernels that a CPU never runs",
 }
 
 

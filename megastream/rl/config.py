@@ -139,6 +139,13 @@ def parse(raw: dict[str, Any]) -> Config:
     return config
 
 
+def with_engine_layout(config: Config, layout: str) -> Config:
+    """The same configuration for another engine layout. ConfigError names an unknown one."""
+    raw = msgspec.to_builtins(config)
+    raw["engine"]["layout"] = layout
+    return parse(raw)
+
+
 def _refuse_unknown(raw: dict[str, Any], section: type, prefix: str) -> None:
     hints = get_type_hints(section)
     for key, value in raw.items():

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 import xxhash
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megastream.rl.config import ModelConfig
@@ -57,13 +58,11 @@ class Dump:
     params: dict[str, torch.Tensor]
 
 
-def read_dump(path: Path, rank: int) -> Dump:
-    """A file that `save_raw` wrote on one rank. Safetensors with `tp` and `etp` in the metadata."""
-    from safetensors import safe_open
-
+def read_dump(path: Path) -> Dump:
+    """A file of MegatronAdapter.save_raw: safetensors, with `rank` and the mesh coordinates in the metadata."""
     with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
-    return Dump(rank, int(metadata.get("tp", 0)), int(metadata.get("etp", 0)), load_file(path))
+        metadata = file.metadata()
+    return Dump(int(metadata["rank"]), int(metadata["tp"]), int(metadata["etp"]), load_file(path))
 
 
 def gather(dumps: Sequence[Dump]) -> dict[str, torch.Tensor]:
@@ -207,8 +206,13 @@ def _pad_vocab(value: torch.Tensor, engine: EngineShape) -> torch.Tensor:
 
 
 def digest(value: torch.Tensor) -> str:
-    """xxh3-64 of a tensor's bytes, as hex."""
-    return xxhash.xxh3_64_hexdigest(value.contiguous().view(torch.uint8).numpy())
+    """xxh3-64 of a bf16 tensor's bytes, as hex.
+
+    -0 counts as 0, and what lies below the smallest normal number as 0: packed kernels hold neither.
+    """
+    bits = value.contiguous().view(torch.int16)
+    bits = bits.where((bits & 0x7F80) != 0, 0)
+    return xxhash.xxh3_64_hexdigest(bits.view(torch.uint8).numpy().data)
 
 
 def compare(expected: Mapping[str, str], live: Mapping[str, str]) -> list[str]:

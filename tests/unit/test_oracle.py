@@ -89,3 +89,14 @@ def test_checkpoint_is_seeded_and_complete(tmp_path) -> None:
     again = random_tensors(MODEL, seed=1)
     assert {n: tuple(t.shape) for n, t in read.items()} == dict(tensor_shapes(MODEL))
     assert all(torch.equal(read[n], again[n]) and read[n].dtype == torch.bfloat16 for n in read)
+
+
+def test_digest_reads_values_as_the_engine_reports_them() -> None:
+    from megastream.engine.digest import tensor_digest
+
+    value = HF["lm_head.weight"].clone()
+    value[0, :3] = torch.tensor([-0.0, 1e-39, -1e-39])
+    assert oracle.digest(value) == tensor_digest(value)
+    cleared = value.clone()
+    cleared[0, :3] = 0
+    assert oracle.digest(value) == oracle.digest(cleared)

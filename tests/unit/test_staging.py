@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from megastream.protocol.staging import Key, PieceRefused, StagingTable, Verdict
-from megastream.protocol.terms import Terms
 from tests.helpers.plans import TERMS, header_of, small_plan
 
 PLAN = small_plan()
@@ -123,22 +121,16 @@ def test_the_end_keeps_complete_versions_only() -> None:
 
 
 class StagingMachine(RuleBasedStateMachine):
-    """Lanes are ordered, their pieces interleave at random; attempts are withdrawn, pieces are lost or come twice,
-    versions are committed, the trainer restarts as a new incarnation."""
+    """Lanes are ordered, their pieces interleave at random; attempts are withdrawn, pieces lost, versions committed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.version = 0
-        self.taken: list[Any] = []
-        self.start(TERMS)
-
-    def start(self, terms: Terms) -> None:
-        self.terms = terms
-        self.staging = StagingTable(terms, PLAN, 0, num_sets=2)
+        self.staging = table()
         self.lanes: dict[int, list[Any]] = {0: [], 1: []}
         self.writing: list[Any] = []
         self.arrived: dict[Key, set[int]] = {}
-        self.attempt, self.live = 0, terms.base_version - 1
+        self.dead: set[Key] = set()
+        self.version, self.attempt, self.live = 0, 0, -1
 
     @rule(withdraw=st.booleans())
     def emit(self, withdraw: bool) -> None:
@@ -148,9 +140,7 @@ class StagingMachine(RuleBasedStateMachine):
         else:
             self.version, self.attempt = self.version + 1, 0
         for source, lane in self.lanes.items():
-            lane += [
-                header_of(piece, self.version, self.attempt, self.terms) for piece in MINE if piece.source == source
-            ]
+            lane += [header_of(piece, self.version, self.attempt) for piece in MINE if piece.source == source]
 
     @precondition(lambda self: any(self.lanes.values()))
     @rule(data=st.data())
@@ -164,25 +154,6 @@ class StagingMachine(RuleBasedStateMachine):
         self.lanes[source].pop(0)
         if admission.verdict is Verdict.TAKE:
             self.writing.append((header, admission.slot))
-            self.taken.append(header)
-
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data())
-    def deliver_again(self, data: st.DataObject) -> None:
-        """A piece that was taken once, in this incarnation or before, is never taken again."""
-        header = data.draw(st.sampled_from(self.taken))
-        try:
-            assert self.staging.admit(header, header.source).verdict is Verdict.DROP
-        except PieceRefused as refusal:
-            old = header.incarnation != self.terms.incarnation
-            assert ("incarnation is" if old else "duplicate") in str(refusal)
-
-    @rule(chance=st.integers(0, 9))
-    def restart(self, chance: int) -> None:
-        if chance == 0:
-            self.version += 1
-            incarnation = self.terms.incarnation + 1
-            self.start(replace(self.terms, incarnation=incarnation, base_version=self.version))
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), lose=st.integers(0, 9))

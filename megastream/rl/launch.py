@@ -1,0 +1,137 @@
+"""The launcher: starts what a run consists of, watches it, and leaves nothing behind however it ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from megastream.control.embedded import EmbeddedServer
+from megastream.protocol.control import ControlError
+from megastream.rl import config as configs
+from megastream.rl.children import Child, Children, RunFailed
+from megastream.rl.job import Job
+from megastream.rl.owned import MARK, Owner, clean, start_time, sweep
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
+
+def run_quickstart(path: Path, out: Path | None, *, redis_url: str | None, engine_layout: str | None) -> int:
+    """Runs a configuration to its end; returns the exit status. Errors are one line on standard error."""
+    try:
+        config = configs.load(path)
+        if engine_layout is not None:
+            config = configs.with_engine_layout(config, engine_layout)
+        folder = (out or Path("runs") / path.stem).absolute()
+        launch(config, folder, redis_url)
+    except KeyboardInterrupt:
+        print("megastream: interrupted; everything was stopped", file=sys.stderr)
+        return INTERRUPTED
+    except (configs.ConfigError, ControlError, RunFailed, ValueError, OSError) as error:
+        print(f"megastream: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def launch(config: configs.Config, folder: Path, redis_url: str | None) -> None:
+    """Runs all passes and writes the results into `folder`. Raises what ended the run; nothing is left then either."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for found in sweep(folder):
+        print(f"swept from a run that died here: {found}")
+    _forget_results(folder)
+    with _owned(folder) as owner, ExitStack() as stack:
+        _refuse_long_path(Path(owner.folder))
+        url, servers = redis_url, []
+        if url is None:
+            server = stack.enter_context(EmbeddedServer(Path(owner.folder) / "control"))
+            url, servers = server.url, [Child("redis", server.pid, None)]
+        # Entered last, so that it ends first: children may still need the control plane to say goodbye.
+        children = stack.enter_context(Children(folder, owner, config.deadlines.stop_s, _environment(config)))
+        children.adopt(servers)
+        job = Job(
+            run_id=owner.run_id,
+            engine=f"engine-{owner.run_id[:8]}",
+            control_url=url,
+            run_folder=str(folder),
+            temp_folder=owner.folder,
+            config=config,
+        )
+        _run(job, children, config)
+
+
+def _run(job: Job, children: Children, config: configs.Config) -> None:
+    from megastream.rl.progress import Progress
+    from megastream.rl.summary import write_summary
+
+    path = job.results / "job.json"
+    job.write(path)
+    children.run_to_end("prepare", "megastream.rl.prepare", str(path), deadline_s=config.deadlines.start_s)
+    host = children.start("host", "megastream.rl.host", str(path))
+    ranks = [
+        children.start(f"trainer-{rank}", "megastream.rl.train", str(path), str(rank))
+        for rank in range(config.trainer.ranks)
+    ]
+    with Progress(job) as progress:
+        children.watch(until=lambda: all(rank.ended for rank in ranks), every=progress.update)
+        progress.catch_up()
+        host.terminate()
+        children.watch(until=lambda: host.ended, every=progress.update, deadline_s=2 * config.deadlines.stop_s)
+    summary = write_summary(job)
+    progress.report(summary)
+
+
+@contextmanager
+def _owned(folder: Path) -> Iterator[Owner]:
+    """A temporary folder and an owner file, with a guard that outlives us; all gone afterwards."""
+    run_id = uuid.uuid4().hex
+    started = start_time(os.getpid())
+    assert started is not None, "this process has no entry in /proc"
+    temp = tempfile.mkdtemp(prefix="megastream-")
+    owner = Owner(run_id, os.getpid(), started, temp)
+    owner.write(folder)
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "megastream.rl.guard", str(folder)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    os.environ[MARK] = run_id
+    try:
+        yield owner
+    finally:
+        del os.environ[MARK]
+        clean(folder, owner)
+        assert guard.stdin is not None
+        guard.stdin.close()
+        guard.wait()
+
+
+def _refuse_long_path(folder: Path) -> None:
+    """vLLM's sockets lie in the temporary folder, under names of up to 50 characters; 107 fit in all."""
+    if len(str(folder)) > 55:
+        raise ValueError(f"the temporary folder {folder} is too long for sockets; set TMPDIR to a shorter one")
+
+
+def _forget_results(folder: Path) -> None:
+    """Results of an earlier run would be mistaken for this one's."""
+    for path in (*folder.glob("*.json"), *folder.glob("*.jsonl"), *folder.glob("*.log")):
+        path.unlink()
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+
+
+def _environment(config: configs.Config) -> dict[str, str]:
+    """What all children get besides their own: one thread each, no network, no usage statistics."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(config.engine.kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "PYTHONUNBUFFERED": "1",
+    }

