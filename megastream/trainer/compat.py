@@ -281,6 +281,9 @@ def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
         for name, reason in table:
             if value := getattr(config, name, None):
                 raise UnsupportedTrainer(f"{owner}.{name}={value} is not supported: {reason}; switch it off")
+    if optimizer.config.optimizer != "adam":
+        name = optimizer.config.optimizer
+        raise UnsupportedTrainer(f"OptimizerConfig.optimizer={name!r} is not supported: only adam steps elementwise")
     instances = chunks[0].ddp_config.num_distributed_optimizer_instances
     if instances != 1:
         raise UnsupportedTrainer(f"num_distributed_optimizer_instances={instances} is not supported; set it to 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,9 @@ def _load_body(rank: int, world_size: int, init_method: str, config: TrainerConf
         (dict(tp=2, ep=2, etp=1), 2),
         pytest.param(dict(tp=2), 2, marks=pytest.mark.full),
         pytest.param(dict(pp=2, vpp=2), 2, marks=pytest.mark.full),
+        pytest.param(dict(pp=2, tied=True), 2, marks=pytest.mark.full),
     ],
-    ids=["pp2 ep2", "tp2 ep2 etp1", "tp2", "pp2 vpp2"],
+    ids=["pp2 ep2", "tp2 ep2 etp1", "tp2", "pp2 vpp2", "pp2 tied"],
 )
 def test_loaded_parameters_are_the_checkpoint(settings: dict[str, Any], world_size: int, tmp_path: Path) -> None:
     config = tiny_config(dtype="float32", **settings)
@@ -76,8 +78,26 @@ def test_loaded_parameters_are_the_checkpoint(settings: dict[str, Any], world_si
     run_ranks(_load_body, world_size, config=config, folder=str(tmp_path))
     dumps = [oracle.read_dump(tmp_path / f"raw/rank{rank}.safetensors", rank) for rank in range(world_size)]
     found = oracle.to_hf(oracle.gather(dumps), oracle_model(config))
+    if config.tied:
+        assert torch.equal(found.pop("lm_head.weight"), expected["model.embed_tokens.weight"])
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def _padded_body(rank: int, world_size: int, init_method: str, config: TrainerConfig, folder: str) -> int:
+    model.start_process_group(config, rank=rank, world_size=world_size, init_method=init_method, deadline_s=60)
+    chunks, optimizer = model.build(replace(config, vocab=config.vocab + 10))
+    shape = load_shape(hf_config(config))
+    adapter = MegatronAdapter(chunks, optimizer, family_of(shape), shape)
+    adapter.load_hf(folder)
+    return sum(shard.box.volume for shard in adapter.describe().shards if shard.tensor == "lm_head.weight")
+
+
+def test_a_padded_vocabulary_is_filled_up_to_the_real_one(tmp_path: Path) -> None:
+    config = tiny_config(tp=2, layers=1, dtype="float32")
+    save_file(tagged(config), tmp_path / "model.safetensors")
+    rows = [size // config.hidden for size in run_ranks(_padded_body, 2, config=config, folder=str(tmp_path))]
+    assert rows == [56, 46]
 
 
 def _masters_body(
@@ -137,6 +157,9 @@ def _refusals_body(rank: int, world_size: int, init_method: str, config: Trainer
     optimizer.config.loss_scale = 128.0
     refused(lambda: MegatronAdapter(chunks, optimizer, adapter.family, shape))
     optimizer.config.loss_scale = None
+    optimizer.config.optimizer = "muon"
+    refused(lambda: MegatronAdapter(chunks, optimizer, adapter.family, shape))
+    optimizer.config.optimizer = "adam"
     chunks[0].ddp_config.overlap_param_gather = True
     refused(lambda: MegatronAdapter(chunks, optimizer, adapter.family, shape))
     return messages
@@ -161,6 +184,7 @@ def test_refusals_name_the_thing(tmp_path: Path) -> None:
             "finality policy 'early' is a reserved name; use whole or pipelined",
             "finality policy 'never' is unknown; use whole or pipelined",
             "OptimizerConfig.loss_scale=128.0 is not supported",
+            "OptimizerConfig.optimizer='muon' is not supported",
             "DistributedDataParallelConfig.overlap_param_gather=True is not supported",
         ],
         strict=True,
