@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
+import socket
+import subprocess
+import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +80,7 @@ class Engine:
             scheduler_cls="tests.helpers.feed.FeedScheduler",
             **extra,
         )
+        self.pipeline_stages = arguments.pipeline_parallel_size
 
         async def start() -> AsyncLLM:
             return AsyncLLM.from_engine_args(arguments)
@@ -131,3 +138,60 @@ class Engine:
         self.run(stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
+
+
+class Server:
+    """`vllm serve MODEL --weight-transfer-config megastream` as a process of its own. A context manager.
+
+    Started through the module behind that command, which also works where the wheel's metadata is not named `vllm`.
+    """
+
+    START_S = 240.0
+
+    def __init__(self, model: Path, *arguments: str):
+        set_environment()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = listener.getsockname()[1]
+        self._log = model.parent / "server.log"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--port", str(self.port), "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"]
+        command += ["--max-model-len", "512", "--max-num-seqs", "8", *arguments]
+        command += ["--weight-transfer-config", '{"backend": "megastream"}']
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def __enter__(self) -> Server:
+        deadline = time.monotonic() + self.START_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                break
+            try:
+                self._get("/health")
+                return self
+            except OSError:
+                time.sleep(0.2)
+        self.__exit__()
+        raise RuntimeError(f"the server did not come up:\n{self.log()}")
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+
+    def log(self) -> str:
+        """What the server has printed."""
+        return self._log.read_text(errors="replace")[-4000:]
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """JSON in, JSON out."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.load(reply)
+
+    def _get(self, path: str) -> None:
+        urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5).close()

@@ -146,7 +146,7 @@ class VllmCorePort:
             return
         ranks = [rank for rank, (old, new) in enumerate(zip(self._reports, reports, strict=True)) if new > old]
         self._reports = reports
-        self.become_poisoned(f"ranks {ranks} held another version than their batch was stamped with")
+        self.become_poisoned(self._poison or f"ranks {ranks} held another version than their batch was stamped with")
 
     def record(self, batch: Any, outputs: dict[int, Any]) -> str:
         """Called for every output; returns the version that made its tokens."""

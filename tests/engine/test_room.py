@@ -1,0 +1,186 @@
+"""The vLLM room without an engine: real kernels, refusals, spans, the board, the plugin's settings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.engine import set_environment
+
+set_environment()
+
+from megastream import vllm_entry  # noqa: E402
+from megastream.engine.contract import LiveModelError  # noqa: E402
+from megastream.engine.digest import tensor_digest  # noqa: E402
+from megastream.engine.vllm import buffers, compat, cpu_repairs, refusals  # noqa: E402
+from megastream.engine.vllm.board import Board, BoardSlot  # noqa: E402
+from megastream.engine.vllm.hooks import Guard  # noqa: E402
+from megastream.engine.vllm.spans import SpanBook  # noqa: E402
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def packed_linear(weight: torch.Tensor) -> buffers.PackedLinear:
+    """A linear as vLLM leaves it on CPU: an empty parameter and a kernel."""
+    module = torch.nn.Module()
+    compat.set_packed_linear(module, compat.pack_linear(weight))
+    empty = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
+    return buffers.PackedLinear("layer.weight", module, empty, tuple(weight.shape))
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (128, 64), (96, 1056), (512, 33), (1024, 1024)])
+def test_identity_probe_is_exact_and_kernels_are_swapped(shape: tuple[int, int]) -> None:
+    """Shapes for vLLM's small-weight kernel and for oneDNN, more columns than one probe takes among them."""
+    first, second = random(*shape), random(*shape) * 3
+    buffer = packed_linear(first)
+    assert torch.equal(buffer.read(), first)
+    staged = second.clone()
+    prepared = buffer.prepare(staged)
+    staged.fill_(float("nan"))  # staging is written again: nothing live may alias it
+    assert torch.equal(buffer.read(), first)
+    buffers.apply(prepared)
+    buffers.apply(prepared)
+    assert torch.equal(buffer.read(), second)
+
+
+def test_digest_ignores_only_what_no_kernel_shows() -> None:
+    weight = random(128, 64)
+    weight[0, 0], weight[1, 1] = -0.0, 1e-39
+    assert tensor_digest(packed_linear(weight).read()) == tensor_digest(weight)
+    flipped = weight.clone()
+    flipped.view(torch.int16)[5, 5] ^= 1
+    assert tensor_digest(packed_linear(flipped).read()) != tensor_digest(weight)
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_experts_are_unpacked_and_packed(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "cpu_moe_isa", lambda module: isa)
+    first, second = random(3, 64, 96), random(3, 64, 96) * 3
+    live = torch.nn.Parameter(compat.prepack_experts(first, isa), requires_grad=False)
+    address = live.data_ptr()
+    buffer = buffers.PackedExperts("experts.w13_weight", torch.nn.Module(), live, (3, 64, 96))
+    assert torch.equal(buffer.read(), first)
+    buffers.apply(buffer.prepare(second))
+    assert torch.equal(buffer.read(), second) and live.data_ptr() == address
+    live.data.view(-1)[7:8].view(torch.int16).bitwise_xor_(1)
+    assert (buffer.read() != second).sum() == 1
+
+
+def vllm_config(**changes: Any) -> SimpleNamespace:
+    model = {"quantization": None, "enable_sleep_mode": False, "hf_config": SimpleNamespace(tie_word_embeddings=False)}
+    parallel = {"enable_eplb": False, "data_parallel_size": 1, "pipeline_parallel_size": 1}
+    top = {"lora_config": None, "speculative_config": None}
+    for key, value in changes.items():
+        next(group for group in (model, parallel, top) if key in group)[key] = value
+    return SimpleNamespace(model_config=SimpleNamespace(**model), parallel_config=SimpleNamespace(**parallel), **top)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"quantization": "fp8"}, "fp8"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"enable_eplb": True}, "EPLB"),
+        ({"speculative_config": object()}, "draft"),
+        ({"data_parallel_size": 2}, "--data-parallel-size 1"),
+        ({"hf_config": SimpleNamespace(tie_word_embeddings=True), "pipeline_parallel_size": 2}, "tied"),
+        ({"enable_sleep_mode": True}, "sleep"),
+    ],
+)
+def test_configurations_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    refusals.refuse_config(vllm_config())
+    with pytest.raises(LiveModelError, match=named):
+        refusals.refuse_config(vllm_config(**changes))
+
+
+def test_private_expert_layouts_are_refused_by_name() -> None:
+    experts: Any = torch.nn.Module()
+    experts.w13_weight = torch.nn.Parameter(random(2, 64, 32), requires_grad=False)
+    experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="FLASHINFER_TRTLLM"))
+    with pytest.raises(LiveModelError, match="FLASHINFER_TRTLLM.*--moe-backend triton"):
+        refusals.refuse_modules(torch.nn.ModuleDict({"experts": experts}))
+    padded = torch.nn.Parameter(random(2, 128, 32), requires_grad=False)
+    with pytest.raises(LiveModelError, match=r"experts.w13_weight on engine rank 1 .*\(2, 128, 32\).*\(2, 64, 32\)"):
+        refusals.refuse_buffer(buffers.Plain("experts.w13_weight", experts, padded, (2, 64, 32)), 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "accepted"), [("0.25.1", False), ("0.26.0", True), ("0.32.1+cpu", True), ("0.33.0rc1", False)]
+)
+def test_versions_are_checked_by_name(found: str, accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat.vllm, "__version__", found)
+    if accepted:
+        compat.check_version()
+        return
+    with pytest.raises(compat.UnsupportedVersion, match=rf"{found}.*0\.26\.0 <= version < 0\.33"):
+        compat.check_version()
+
+
+def test_cpu_repairs_are_refused_on_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_repairs.check()
+    monkeypatch.setattr(compat.vllm, "__version__", "0.31.2")
+    with pytest.raises(compat.UnsupportedVersion, match="0.31.2 on CPU.*written for 0.32"):
+        cpu_repairs.check()
+
+
+def test_the_supported_range_is_the_pinned_one() -> None:
+    from tests.helpers.engine import ROOT
+
+    pins = dict(line.split("=", 1) for line in (ROOT / "versions.env").read_text().splitlines() if "=" in line[:40])
+    assert pins["VLLM_MIN"] == ".".join(map(str, compat.SUPPORTED_MIN))
+    assert pins["VLLM_BELOW"] == ".".join(map(str, compat.SUPPORTED_BELOW))
+
+
+def test_settings_name_the_nearest_key() -> None:
+    def read(**given: Any) -> vllm_entry.PluginSettings:
+        return vllm_entry.read_settings(SimpleNamespace(additional_config={"megastream": given}))
+
+    assert not vllm_entry.read_settings(SimpleNamespace(additional_config={})).attachable
+    with pytest.raises(ValueError, match="megastream.recods .*nearest known key is records"):
+        read(recods=True)
+    with pytest.raises(ValueError, match="no megastream.engine"):
+        read(control_url="unix:///x", run_id="r")
+
+
+def test_spans_join_steps_and_leave_with_the_last_output() -> None:
+    def output(request_id: str, count: int, finish_reason: str | None = None) -> dict[int, Any]:
+        one = SimpleNamespace(
+            request_id=request_id, new_token_ids=[1] * count, finish_reason=finish_reason, kv_transfer_params={"k": 1}
+        )
+        return {0: SimpleNamespace(outputs=[one])}
+
+    book = SpanBook()
+    assert book.add("3", output("a", 2)) == {"a": 2}
+    assert book.add("3", output("a", 1)) == {"a": 1}
+    assert book.add("4", output("a", 0)) == {}
+    last = output("a", 1, "stop")
+    book.add("5", last)
+    spans = [{"version": "3", "start": 0, "end": 3}, {"version": "5", "start": 3, "end": 4}]
+    assert last[0].outputs[0].kv_transfer_params == {"k": 1, "weight_versions": spans}
+    book.add("5", output("b", 1))
+    book.forget(["b"])
+    assert book.add("6", output("b", 1, "stop")) == {"b": 1}
+
+
+def test_board_carries_reports_and_leaves_nothing() -> None:
+    board = Board(2)
+    slot = BoardSlot(str(board.path), 1)
+    folder = board.path.parent
+    board.unlink()
+    assert not folder.exists()
+    slot.report()
+    slot.report()
+    assert board.reports() == (0, 2)
+
+
+def test_guard_keeps_errors_in() -> None:
+    with Guard() as guard:
+        raise KeyError("x")
+    assert guard.error == "KeyError: 'x'"
+    with pytest.raises(KeyboardInterrupt), Guard():
+        raise KeyboardInterrupt
