@@ -41,9 +41,9 @@ class Side:
 
 
 @contextmanager
-def engine_processes(folder: Path) -> Iterator[Side]:
+def engine_processes(server: EmbeddedServer) -> Iterator[Side]:
     with ExitStack() as stack:
-        server = stack.enter_context(EmbeddedServer(folder))
+        stack.enter_context(server)
         ranks = [RemoteRank(server.url, ENGINE, rank, SETTINGS) for rank in range(2)]
         for rank in ranks:
             stack.callback(rank.end)
@@ -104,7 +104,7 @@ def trains_for_ever(sync: TrainerSync, trainer: FakeTrainer, pipe: Connection) -
 
 
 def test_versions_incarnations_and_killed_ranks(tmp_path: Path) -> None:
-    with engine_processes(tmp_path) as side:
+    with engine_processes(EmbeddedServer(tmp_path)) as side:
         with trainer_processes(side, "first", three_versions) as ranks:
             assert [rank.answer() for rank in ranks] == [("ok", 0)] * 4
         assert side.differing(3) == []
