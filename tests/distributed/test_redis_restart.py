@@ -9,8 +9,8 @@ from pathlib import Path
 from megastream.control.embedded import EmbeddedServer
 from megastream.protocol.records import Detached, Failed
 from megastream.sync import TrainerSync
-from tests.distributed.test_processes import engine_processes, trainer_processes
 from tests.helpers.fake_trainer import FakeTrainer, train_step
+from tests.helpers.processes import engine_processes, trainer_processes
 
 
 def trains_across_a_restart(sync: TrainerSync, trainer: FakeTrainer, pipe: Connection) -> None:

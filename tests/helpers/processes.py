@@ -9,23 +9,29 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megastream.control.embedded import EmbeddedServer
 from megastream.control.redis_log import RedisLog
 from megastream.engine.agent import RankAgent
 from megastream.engine.contract import CommitRequest
+from megastream.engine.coordinator import Coordinator
 from megastream.engine.settings import EngineSettings
 from megastream.protocol.records import RankCommit
 from megastream.sync import TrainerSettings, TrainerSync
 from megastream.transport.gloo import GlooReceiver
-from tests.helpers.fake_engine import FakeLive
+from tests.helpers.fake_engine import FakeCore, FakeLive
 from tests.helpers.fake_trainer import FakeTrainer
 from tests.helpers.ranks import PRELOAD
 from tests.helpers.synthetic import differing, engine_side, trainer_side
 
 RUN = "spine"
+TRAINER, ENGINE = "tp1 pp2(2,1) ep2", "tp2 ep2"
+SETTINGS = EngineSettings(bind_s=20, transfer_s=10, liveness_s=60, commit_s=20, detach_s=20, poll_s=0.05)
 LIFE_S = 100.0
 """A process that lives longer dumps its stacks and dies."""
 
@@ -122,6 +128,49 @@ def run_trainer_rank(
         pipe.send(("error", f"{type(error).__name__}: {error}"))
     sync.close()
     log.close()
+
+
+@dataclass
+class Side:
+    url: str
+    ranks: list[RemoteRank]
+    core: FakeCore
+    log: RedisLog
+
+    def records(self, kind: type) -> list[Any]:
+        return [record for _, record in self.log.read("0", 0.01) if isinstance(record, kind)]
+
+    def differing(self, version: int) -> list[str]:
+        return [name for rank in self.ranks for name in rank.ask("differing", version)]
+
+
+@contextmanager
+def engine_processes(server: EmbeddedServer) -> Iterator[Side]:
+    with ExitStack() as stack:
+        stack.enter_context(server)
+        ranks = [RemoteRank(server.url, ENGINE, rank, SETTINGS) for rank in range(2)]
+        for rank in ranks:
+            stack.callback(rank.end)
+        core = FakeCore(ranks)
+        stack.callback(core.close)
+        log = RedisLog(server.url, RUN, reconnect_s=10)
+        stack.callback(log.close)
+        coordinator = Coordinator(log, engine="e", world_size=2, core=core, settings=SETTINGS)
+        coordinator.start()
+        stack.callback(coordinator.close)
+        yield Side(server.url, ranks, core, log)
+
+
+@contextmanager
+def trainer_processes(side: Side, launch: str, body: Any, content: int = 0) -> Iterator[list[Process]]:
+    times = dict(ready_s=30.0, bind_s=30.0, transfer_s=30.0, attach_s=30.0, detach_s=30.0)
+    settings = TrainerSettings(launch=launch, piece_bytes=4096, experts_per_unit=2, **times)
+    ranks = [Process(run_trainer_rank, side.url, TRAINER, rank, body, content, settings) for rank in range(4)]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.end()
 
 
 def wait_until(check: Callable[[], bool], seconds: float) -> None:
