@@ -1,13 +1,11 @@
 """Everything that depends on one megatron-core version: the supported range, the CPU shims, its private attributes.
 
 No other file of this package touches an attribute of megatron-core that its documentation does not name. Written
-against 0.16.1 and 0.19.2. The module must be imported before `megatron.core`, because megatron binds
-`torch.compile` while it is imported.
+against 0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+import torch._dynamo.config
 from torch.overrides import TorchFunctionMode
 
 MEGATRON_CORE_MIN = "0.16.1"
@@ -22,10 +21,6 @@ MEGATRON_CORE_BELOW = "0.20"
 """The range of versions.env, which an installed package does not carry; a test holds the two equal."""
 
 _ON_CUDA = torch.cuda.is_available()
-if not _ON_CUDA:
-    # Read when torch._dynamo is imported; without it every fused helper of megatron waits for a C++ compiler.
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-
 _thread = threading.local()
 
 
@@ -73,6 +68,8 @@ def install() -> str:
     if _ON_CUDA:
         return "cuda"
     _install_on_cpu()
+    # Megatron's fused helpers are compiled functions; run as written they need no C++ compiler and no warm-up.
+    torch._dynamo.config.disable = True
     if not getattr(_thread, "mode", None):
         _thread.mode = _CudaMeansCpu()
         _thread.mode.__enter__()

@@ -180,7 +180,7 @@ def test_two_pipelined_steps_arrive_as_they_are(tmp_path: Path) -> None:
     results = run_ranks(_body, TRAINERS + 1, config=config, folder=str(tmp_path), timeout_s=90)
     elements = sum(torch.Size(shape).numel() for shape in hf_shapes(config).values())
     for index, version in enumerate(VERSIONS):
-        dumps = [oracle.read_dump(tmp_path / f"raw{version}/rank{rank}.safetensors", rank) for rank in range(TRAINERS)]
+        dumps = [oracle.read_dump(tmp_path / f"raw{version}/rank{rank}.safetensors") for rank in range(TRAINERS)]
         expected = oracle.to_hf(oracle.gather(dumps), oracle_model(config))
         live = load_file(tmp_path / f"live{version}.safetensors")
         assert live.keys() == expected.keys()
