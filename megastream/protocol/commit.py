@@ -31,6 +31,7 @@ class CommitTable:
         self.poisoned = False
         self._closed = False
         self._versions: dict[int, _Version] = {}
+        """Only what is newer than `live`."""
 
     @property
     def is_drained(self) -> bool:
@@ -76,7 +77,7 @@ class CommitTable:
         """The version to commit now: the newest ready one, or None. Call `start` with it."""
         if self._closed or self.in_flight is not None:
             return None
-        ready = [number for number in self._versions if number > self.live and self.is_ready(number)]
+        ready = [number for number in self._versions if self.is_ready(number)]
         if not ready:
             return None
         newest = max(ready)

@@ -114,7 +114,6 @@ class EngineSync:
         SyncError when an update fails: the engine is then left paused, because its weights are not whole.
         """
         updates: list[WholeUpdate] = []
-        self._stop = False
         while not self._stop:
             if await self._follow():
                 return updates

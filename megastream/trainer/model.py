@@ -54,10 +54,6 @@ def start_process_group(
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(deadline_s / 60)),
     )
-    if device == "cuda":
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        model_parallel_cuda_manual_seed(config.seed)
     return device
 
 
@@ -69,9 +65,13 @@ def build(config: TrainerConfig) -> tuple[list[Any], Any]:
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     check_layout(config, dist.get_world_size())
     device = compat.install()
+    if device == "cuda":
+        # Weights are drawn from megatron's own generators there; a second model starts where the first one did.
+        model_parallel_cuda_manual_seed(config.seed)
     transformer = _transformer_config(config, device)
     stages: Sequence[int | None] = range(config.vpp) if config.vpp else (None,)
     chunks = [_chunk(config, transformer, stage, device) for stage in stages]

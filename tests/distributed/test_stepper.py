@@ -22,7 +22,7 @@ STEPS = 10
 def _digest(tensors: Any) -> str:
     total = hashlib.sha256()
     for tensor in tensors:
-        total.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        total.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
@@ -80,7 +80,9 @@ def _body(
     return [_train(config, *run) for run in runs]
 
 
-def _compare(config: TrainerConfig, world_size: int, bucket_elements: int = 6000) -> list[list[dict[str, Any]]]:
+def compare_with_stock(
+    config: TrainerConfig, world_size: int, bucket_elements: int = 6000
+) -> list[list[dict[str, Any]]]:
     runs = (("stock", bucket_elements, ""), ("whole", bucket_elements, ""), ("pipelined", bucket_elements, ""))
     results = run_ranks(_body, world_size, config=config, runs=runs, timeout_s=100)
     for stock, whole, pipelined in results:
@@ -93,7 +95,7 @@ def _compare(config: TrainerConfig, world_size: int, bucket_elements: int = 6000
 
 def test_pp2_ep2_bf16_with_clipping_equals_stock() -> None:
     config = tiny_config(pp=2, ep=2, clip=0.3)
-    for stock, _, pipelined in _compare(config, 4):
+    for stock, _, pipelined in compare_with_stock(config, 4):
         assert stock["clipped"] == STEPS
         assert pipelined["buckets"] >= 6, "every stage must have several buckets"
 
@@ -113,7 +115,7 @@ def test_pp2_ep2_bf16_with_clipping_equals_stock() -> None:
     ],
 )
 def test_other_layouts_equal_stock(name: str, settings: dict[str, Any], world_size: int) -> None:
-    _compare(tiny_config(**settings), world_size)
+    compare_with_stock(tiny_config(**settings), world_size)
 
 
 def test_a_bucket_that_is_not_stepped_shows() -> None:

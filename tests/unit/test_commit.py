@@ -45,7 +45,7 @@ def complete(commits: CommitTable, version: int) -> None:
     commits.manifest(manifest(version))
 
 
-@pytest.mark.parametrize("missing", ["rank 0", "rank 1", "accepted", "manifest", "other attempt"])
+@pytest.mark.parametrize("missing", ["rank 0", "rank 1", "accepted", "manifest", "other attempt", "its manifest"])
 def test_a_version_needs_every_rank_the_decision_and_the_manifest(missing: str) -> None:
     commits = table()
     for rank in range(RANKS):
@@ -54,7 +54,7 @@ def test_a_version_needs_every_rank_the_decision_and_the_manifest(missing: str) 
     if missing != "accepted":
         commits.accepted(accepted(0))
     if missing != "manifest":
-        commits.manifest(manifest(0))
+        commits.manifest(manifest(0, attempt=int(missing == "its manifest")))
     assert commits.next_commit() is None
     complete(commits, 0)
     assert commits.next_commit() == Key(1, 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from megastream.protocol.staging import Key, PieceRefused, StagingTable, Verdict
+from megastream.protocol.terms import Terms
 from tests.helpers.plans import TERMS, header_of, small_plan
 
 PLAN = small_plan()
@@ -121,16 +123,22 @@ def test_the_end_keeps_complete_versions_only() -> None:
 
 
 class StagingMachine(RuleBasedStateMachine):
-    """Lanes are ordered, their pieces interleave at random; attempts are withdrawn, pieces lost, versions committed."""
+    """Lanes are ordered, their pieces interleave at random; attempts are withdrawn, pieces are lost or come twice,
+    versions are committed, the trainer restarts as a new incarnation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.staging = table()
+        self.version = 0
+        self.taken: list[Any] = []
+        self.start(TERMS)
+
+    def start(self, terms: Terms) -> None:
+        self.terms = terms
+        self.staging = StagingTable(terms, PLAN, 0, num_sets=2)
         self.lanes: dict[int, list[Any]] = {0: [], 1: []}
         self.writing: list[Any] = []
         self.arrived: dict[Key, set[int]] = {}
-        self.dead: set[Key] = set()
-        self.version, self.attempt, self.live = 0, 0, -1
+        self.attempt, self.live = 0, terms.base_version - 1
 
     @rule(withdraw=st.booleans())
     def emit(self, withdraw: bool) -> None:
@@ -140,7 +148,9 @@ class StagingMachine(RuleBasedStateMachine):
         else:
             self.version, self.attempt = self.version + 1, 0
         for source, lane in self.lanes.items():
-            lane += [header_of(piece, self.version, self.attempt) for piece in MINE if piece.source == source]
+            lane += [
+                header_of(piece, self.version, self.attempt, self.terms) for piece in MINE if piece.source == source
+            ]
 
     @precondition(lambda self: any(self.lanes.values()))
     @rule(data=st.data())
@@ -154,6 +164,25 @@ class StagingMachine(RuleBasedStateMachine):
         self.lanes[source].pop(0)
         if admission.verdict is Verdict.TAKE:
             self.writing.append((header, admission.slot))
+            self.taken.append(header)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def deliver_again(self, data: st.DataObject) -> None:
+        """A piece that was taken once, in this incarnation or before, is never taken again."""
+        header = data.draw(st.sampled_from(self.taken))
+        try:
+            assert self.staging.admit(header, header.source).verdict is Verdict.DROP
+        except PieceRefused as refusal:
+            old = header.incarnation != self.terms.incarnation
+            assert ("incarnation is" if old else "duplicate") in str(refusal)
+
+    @rule(chance=st.integers(0, 9))
+    def restart(self, chance: int) -> None:
+        if chance == 0:
+            self.version += 1
+            incarnation = self.terms.incarnation + 1
+            self.start(replace(self.terms, incarnation=incarnation, base_version=self.version))
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), lose=st.integers(0, 9))
