@@ -196,7 +196,7 @@ async def serve(job: Job) -> None:
     try:
         await Host(job, engine, log).run(stop)
     finally:
-        engine.shutdown()
+        engine.shutdown(timeout=job.config.deadlines.stop_s / 2)
         log.close()
 
 

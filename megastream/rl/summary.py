@@ -115,7 +115,6 @@ def mode_figures(files: Files, timed: Pass, checked: Pass | None) -> dict[str, A
         raise SummaryError(f"pass {timed.name} made {timed.updates} updates, but {len(lines)} became live")
     engine = next(line for line in files.engine if line["kind"] == "engine")
     window = files.mark("begin", timed.name)["unix_s"], files.mark("end", timed.name)["unix_s"]
-    quiet = files.mark("begin", "stock")["unix_s"], files.mark("end", "stock")["unix_s"]
     gaps = token_gaps(files, *window)
     losses = [_loss(step) for step in files.steps(timed.name)]
     figures = {
@@ -125,7 +124,7 @@ def mode_figures(files: Files, timed: Pass, checked: Pass | None) -> dict[str, A
         "bytes_floor": engine["bytes_floor"],
         "bytes_wasted": sum(line["wasted_bytes"] for line in lines),
         "longest_gap_ms": 1e3 * max(gaps),
-        "longest_gap_without_updates_ms": 1e3 * max(token_gaps(files, *quiet)),
+        "longest_gap_without_updates_ms": _longest_quiet_gap_ms(files),
         "median_step_ms": 1e3 * median(gaps),
         "update_to_visible_ms": _update_to_visible_ms(files, timed.name, lines),
         "tokens_per_s": tokens_between(files, *window) / (window[1] - window[0]),
@@ -135,6 +134,13 @@ def mode_figures(files: Files, timed: Pass, checked: Pass | None) -> dict[str, A
     }
     figures |= _stalls(files, timed, lines)
     return figures | (_checked_figures(files, checked) if checked is not None else {})
+
+
+def _longest_quiet_gap_ms(files: Files) -> float | None:
+    """While the stock pass trains: the same load on the same cores, and no update. None when it does not run."""
+    if "stock" not in files.job.config.run.modes:
+        return None
+    return 1e3 * max(token_gaps(files, files.mark("begin", "stock")["unix_s"], files.mark("end", "stock")["unix_s"]))
 
 
 def _stalls(files: Files, timed: Pass, lines: list[dict[str, Any]]) -> dict[str, Any]:
