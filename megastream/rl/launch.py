@@ -134,4 +134,6 @@ def _environment(config: configs.Config) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "PYTHONUNBUFFERED": "1",
+        # vLLM renames its processes; without this the new name would be written over the environment and its mark.
+        "SPT_NOENV": "1",
     }

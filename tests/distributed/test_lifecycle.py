@@ -8,10 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.helpers.small_run import start, wait_for, write_config
 
 from megastream.rl import owned
 from megastream.rl.job import read_lines
+from tests.helpers.small_run import start, wait_for, write_config
 
 END_S = 60.0
 """From the kill until the last process of the run is gone."""

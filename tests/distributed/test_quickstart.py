@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from tests.helpers.small_run import DEADLINE_S, start, write_config
 
 FIGURES = {
