@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import VLLMServerError
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from megastream.control.redis_log import RedisLog
 from megastream.layout.wire import decode_layout
@@ -46,12 +47,14 @@ ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {
 def engine_arguments(job: Job) -> AsyncEngineArgs:
     """What would stand on the command line of `vllm serve`."""
     engine = job.config.engine
+    # On CPU the size of the KV cache goes through the environment (launch.py), and graphs do not exist.
+    on_gpu = {"kv_cache_memory_bytes": engine.kv_cache_gib << 30} if torch.cuda.is_available() else {}
     plugin = {"control_url": job.control_url, "run_id": job.run_id, "engine": job.engine, "records": True}
     return AsyncEngineArgs(
         model=str(job.checkpoint),
         dtype="bfloat16",
         seed=job.config.seed,
-        enforce_eager=True,
+        enforce_eager=not on_gpu,
         max_model_len=engine.max_model_len,
         max_num_seqs=2 * engine.streams,
         enable_prefix_caching=False,
@@ -59,6 +62,7 @@ def engine_arguments(job: Job) -> AsyncEngineArgs:
         weight_transfer_config=WeightTransferConfig(backend="megastream"),
         additional_config={"megastream": plugin},
         **ENGINE_ARGUMENTS[engine.layout],
+        **on_gpu,
     )
 
 
@@ -203,7 +207,7 @@ async def serve(job: Job) -> None:
 def main(arguments: list[str]) -> int:
     try:
         asyncio.run(serve(Job.read(Path(arguments[0]))))
-    except (SyncError, ControlError, VLLMServerError, ValueError, RuntimeError) as error:
+    except (SyncError, ControlError, EngineDeadError, EngineGenerateError, ValueError, RuntimeError) as error:
         print(f"engine host: {error}", file=sys.stderr)
         return 1
     return 0

@@ -125,10 +125,12 @@ def _forget_results(folder: Path) -> None:
 
 def _environment(config: configs.Config) -> dict[str, str]:
     """What all children get besides their own: one thread each, no network, no usage statistics."""
+    # Compiled helpers want a C++ compiler on CPU; on a GPU the engine's graphs need them.
+    on_cpu = {} if Path("/proc/driver/nvidia").exists() else {"TORCH_COMPILE_DISABLE": "1"}
     return {
+        **on_cpu,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(config.engine.kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",

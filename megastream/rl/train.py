@@ -214,7 +214,7 @@ def _digest(chunks: list[Any]) -> str:
     for chunk in chunks:
         for name, param in chunk.named_parameters():
             digest.update(name.encode())
-            digest.update(param.detach().contiguous().view(torch.uint8).numpy().data)
+            digest.update(param.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -67,17 +69,20 @@ class Engine:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
+        # On CPU the KV cache's size goes through the environment, and there are no graphs.
+        on_gpu = {"kv_cache_memory_bytes": 1 << 30} if torch.cuda.is_available() else {}
         arguments = AsyncEngineArgs(
             model=str(model),
             dtype="bfloat16",
             max_model_len=512,
             max_num_seqs=8,
-            enforce_eager=True,
+            enforce_eager=not on_gpu,
             enable_prefix_caching=False,
             disable_log_stats=True,
             weight_transfer_config={"backend": "megastream"},
             worker_extension_cls="tests.helpers.feed.Feeder",
             scheduler_cls="tests.helpers.feed.FeedScheduler",
+            **on_gpu,
             **extra,
         )
         self.pipeline_stages = arguments.pipeline_parallel_size
@@ -124,9 +129,11 @@ class Engine:
                 answer.logprobs.append(top[token].logprob)
             if output.finished:
                 answer.finish_reason = part.finish_reason
-                answer.spans = [(s.version, s.start, s.end) for s in part.weight_versions or []]
                 carried = (output.kv_transfer_params or {}).get("weight_versions", [])
                 answer.carried = [(s["version"], s["start"], s["end"]) for s in carried]
+                # vLLM's own field came with 0.32; before it there is only what we carry.
+                own = getattr(part, "weight_versions", None)
+                answer.spans = [(s.version, s.start, s.end) for s in own] if own else answer.carried
         return answer
 
     def close(self) -> None:
