@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megastream.control.embedded import EmbeddedServer
+from megastream.control.redis_log import RedisLog
 from megastream.protocol.control import ControlError
 from megastream.rl import config as configs
 from megastream.rl.children import Child, Children, RunFailed
@@ -52,6 +53,7 @@ def launch(config: configs.Config, folder: Path, redis_url: str | None) -> None:
         if url is None:
             server = stack.enter_context(EmbeddedServer(Path(owner.folder) / "control"))
             url, servers = server.url, [Child("redis", server.pid, None)]
+        RedisLog(url, owner.run_id, reconnect_s=config.deadlines.reconnect_s).close()  # refuses a server that is away
         # Entered last, so that it ends first: children may still need the control plane to say goodbye.
         children = stack.enter_context(Children(folder, owner, config.deadlines.stop_s, _environment(config)))
         children.adopt(servers)

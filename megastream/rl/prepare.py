@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megastream.rl.checkpoint import random_tensors, write_checkpoint
-from megastream.rl.data import make_pairs, write_pairs
+from megastream.rl.data import Batches, make_pairs, write_pairs
 from megastream.rl.job import Job
 
 TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "held_out.jsonl"
@@ -19,6 +19,7 @@ def prepare(job: Job) -> None:
     """Writes `checkpoint/`, `train.jsonl` and `held_out.jsonl`. No question is in both."""
     data = job.config.data
     pairs = make_pairs(data.task, data.train + data.held_out, job.config.seed)
+    Batches(pairs[data.held_out :], data.seq_length, job.config.seed)  # refuses what the trainer ranks could not use
     write_pairs(job.results / HELD_OUT_FILE, pairs[: data.held_out])
     write_pairs(job.results / TRAIN_FILE, pairs[data.held_out :])
     write_checkpoint(job.checkpoint, job.config.model, random_tensors(job.config.model, job.config.seed))

@@ -1,0 +1,60 @@
+"""Bad input to the command: one line that names the thing and the remedy, a status above 0, nothing half done."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megastream.rl import owned
+from tests.helpers.small_run import start, write_config
+
+
+def refusal(tmp_path: Path, *arguments: str, **changes: object) -> str:
+    """The one line on standard error of a run that must not start."""
+    run = start(write_config(tmp_path, **changes), tmp_path / "out", *arguments)
+    _, stderr = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert not (tmp_path / "out" / owned.OWNER_FILE).exists()
+    assert not (tmp_path / "out" / "summary.json").exists()
+    lines = stderr.strip().splitlines()
+    assert len(lines) == 1, stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"engine__layuot": "pp2"}, ("unknown key engine.layuot", "engine.layout")),
+        ({"model__experts": 9}, ("model.experts is 9", "trainer.ep = 2")),
+        ({"data__task": "chain_sums"}, ("chain_sums", "reasoning-gym")),
+        ({"data__seq_length": 100_000}, ("data.seq_length = 100000", "data.train")),
+    ],
+)
+def test_configuration(tmp_path: Path, changes: dict[str, object], words: tuple[str, ...]) -> None:
+    line = refusal(tmp_path, **changes)
+    for word in words:
+        assert word in line
+
+
+def test_engine_layout_option(tmp_path: Path) -> None:
+    line = refusal(tmp_path, "--engine-layout", "pp9")
+    assert "pp9" in line and "engine.layout" in line
+
+
+def test_control_plane_that_is_away(tmp_path: Path) -> None:
+    line = refusal(tmp_path, "--redis-url", f"unix://{tmp_path}/nobody.sock")
+    assert "nobody.sock" in line and "cannot connect" in line
+
+
+def test_folder_in_use(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    started = owned.start_time(os.getpid())
+    assert started is not None
+    owned.Owner("other", os.getpid(), started, str(tmp_path / "absent")).write(tmp_path / "out")
+    run = start(write_config(tmp_path), tmp_path / "out")
+    _, stderr = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert f"in use by the run of process {os.getpid()}" in stderr and "--out" in stderr
+    assert (tmp_path / "out" / owned.OWNER_FILE).exists()
