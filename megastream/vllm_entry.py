@@ -122,6 +122,11 @@ def wire_core(vllm_config: Any, port: VllmCorePort) -> Callable[[], None]:
             "VLLM_SERVER_DEV_MODE is on: its endpoints are unauthenticated, anyone who reaches the server can pause it "
             "or replace its weights; megastream does not need it"
         )
+    if vllm_config.cache_config.enable_prefix_caching:
+        logger.warning(
+            "prefix caching is on: a cached prefix can hold keys and values of an older version than the tokens that "
+            "attend to it; serve with --no-enable-prefix-caching to recompute prompts"
+        )
     log = RedisLog(settings.control_url, settings.run_id, reconnect_s=settings.reconnect_s)
     coordinator = Coordinator(
         log,

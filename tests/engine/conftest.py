@@ -16,6 +16,15 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel_size": 2},
     "tp2ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
+RUN_ID = "engine-tests"
+
+
+@pytest.fixture(scope="module")
+def control_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from megastream.control.embedded import EmbeddedServer
+
+    with EmbeddedServer(tmp_path_factory.mktemp("control")) as server:
+        yield server.url
 
 
 # On a machine with one GPU the two-rank layouts cannot start; the tests about rank 1 are left out there by name.
@@ -23,12 +32,22 @@ LAYOUTS = {"one": {}} if torch.cuda.device_count() == 1 else TWO_RANKS
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """A real engine that serves version 0 of the version-revealing weights, with stand-in agents on its ranks."""
+def attachable(
+    request: pytest.FixtureRequest, control_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """A real engine that serves version 0 of the version-revealing weights; a trainer can attach over `control_url`."""
     model = write_checkpoint(tmp_path_factory.mktemp("reveal"), reveal.MOE, reveal.weights(0))
-    engine = Engine(model, additional_config={"megastream": {"records": True}}, **LAYOUTS[request.param])
+    settings = {"control_url": control_url, "run_id": RUN_ID, "engine": request.param, "records": True}
+    engine = Engine(model, additional_config={"megastream": settings}, **LAYOUTS[request.param])
+    engine.name = request.param
     try:
-        engine.run(engine.ranks("feed_install"))
         yield engine
     finally:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(attachable: Engine) -> Engine:
+    """The same engine with stand-in agents on its ranks: tests feed versions to it without a trainer."""
+    attachable.run(attachable.ranks("feed_install"))
+    return attachable

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from megastream.sync import TrainerSync
+from tests.engine.conftest import RUN_ID
 from tests.helpers import reveal
 from tests.helpers.engine import Answer, Engine, Server
 from tests.helpers.feed import RANDOM, version_weights
+from tests.helpers.reveal_trainer import RevealTrainer, step, training
 from tests.helpers.tiny_moe import write_checkpoint
-from tests.helpers.traffic import commit
+from tests.helpers.traffic import commit, count, traffic
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -30,7 +34,34 @@ async def differing(engine: Engine, version: int) -> list[str]:
     return out
 
 
-def test_the_served_checkpoint_is_read_back(engine: Engine) -> None:
+def test_a_trainer_streams_into_the_decoding_engine(attachable: Engine, control_url: str) -> None:
+    """The plugin as it is wired: agents in the workers, a coordinator in the core, gloo lanes, redis. No stand-ins."""
+    versions = range(1, 6)
+
+    def train(sync: TrainerSync, trainer: RevealTrainer) -> None:
+        sync.attach()
+        for version in versions:
+            step(sync, trainer, version)
+            sync.wait_committed(version, 30)
+        sync.finished("done")
+
+    async def run() -> list[Answer]:
+        async with traffic(attachable) as answers:
+            with training(control_url, RUN_ID, train) as errors:
+                while (await attachable.core("megastream_status"))["version"] < versions[-1] and not errors:
+                    await asyncio.sleep(0.05)
+            assert errors == []
+            await asyncio.sleep(0.2)
+        return answers
+
+    found = count(attachable.run(run(), timeout_s=150))
+    assert found["tokens"] > 0 and (found["mixed"], found["mislabelled"]) == (0, 0)
+    attachable.run(attachable.ranks("feed_install"))
+    assert attachable.run(differing(attachable, versions[-1])) == []
+
+
+def test_all_live_buffers_are_read_back(engine: Engine) -> None:
+    engine.run(commit(engine, 0))
     assert engine.run(differing(engine, 0)) == []
 
 
@@ -139,7 +170,7 @@ def test_spans_reach_the_last_output_of_every_request(engine: Engine) -> None:
 
 def test_a_server_cold_started_from_the_checkpoint_says_the_same(engine: Engine, tmp_path: Path) -> None:
     """`vllm serve` with the backend: /v1/completions of a fresh single worker against the live-updated pipeline."""
-    if engine.pipeline_stages != 2:
+    if engine.name != "pp2":
         pytest.skip("tensor parallel sums are rounded in another order than a single worker's")
 
     async def streamed() -> Answer:

@@ -64,6 +64,7 @@ class Engine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        self.name = ""
         self.num_tokens = 0
         """Tokens of all requests so far."""
         self.loop = asyncio.new_event_loop()
@@ -85,7 +86,6 @@ class Engine:
             **on_gpu,
             **extra,
         )
-        self.pipeline_stages = arguments.pipeline_parallel_size
 
         async def start() -> AsyncLLM:
             return AsyncLLM.from_engine_args(arguments)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from megastream.engine.vllm import compat, hooks
 from megastream.engine.vllm.backend import NAME
 from megastream.engine.vllm.port import VllmCorePort
+
+logger = logging.getLogger("vllm.megastream")
 
 Wired = Callable[[Any, VllmCorePort], Callable[[], None]]
 """Called with (vllm_config, port) when a core is up; returns what ends it again."""
@@ -79,6 +82,10 @@ def _with_port(loop: Callable[..., None], records: Callable[[Any], bool], wire: 
             hooks.wrap_method(self.scheduler, "update_from_output", lambda update: _checking(self, update, port))
             self.megastream = port
             self.megastream_end = wire(config, port)
+        elif (config.additional_config or {}).get("megastream"):
+            logger.warning(
+                'settings for megastream are not used without --weight-transfer-config {"backend": "megastream"}'
+            )
         loop(self, *args, **named)
 
     return run_busy_loop

@@ -1,0 +1,84 @@
+"""A trainer without Megatron whose weights spell their version: four ranks as threads, real lanes, real redis."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megastream.control.redis_log import RedisLog
+from megastream.families import family_of, load_shape
+from megastream.layout.mesh import parse_trainer_mesh
+from megastream.layout.shard import RankLayout
+from megastream.layout.synthetic import trainer_layouts
+from megastream.sync import TrainerSettings, TrainerSync
+from tests.helpers import reveal
+
+SHAPE = load_shape(dict(reveal.MOE.config()))
+MESH = parse_trainer_mesh("tp1 pp2 ep2")
+SETTINGS = TrainerSettings(launch="test", piece_bytes=65536, experts_per_unit=2)
+
+
+class RevealTrainer:
+    """What TrainerSync asks of a trainer, for one rank."""
+
+    library = "reveal"
+
+    def __init__(self, layout: RankLayout):
+        self.layout = layout
+        self.buffers = {spec.name: torch.zeros(spec.num_elements, dtype=torch.bfloat16) for spec in layout.buffers}
+        self.fill(0)
+
+    def describe(self) -> RankLayout:
+        return self.layout
+
+    def fill(self, version: int) -> None:
+        """An optimizer step: the buffers hold another version."""
+        weights = reveal.weights(version)
+        for shard in self.layout.shards:
+            box = tuple(slice(lo, hi) for lo, hi in zip(shard.box.lo, shard.box.hi, strict=True))
+            flat = self.buffers[shard.buffer]
+            flat.as_strided(shard.box.shape, shard.strides, shard.offset).copy_(weights[shard.tensor][box])
+
+
+def step(sync: TrainerSync, trainer: RevealTrainer, version: int) -> None:
+    """One training step whose weights go out bucket by bucket."""
+    sync.wait_leases()
+    sync.begin(version, train_step=version)
+    trainer.fill(version)
+    for buffer in trainer.buffers:
+        sync.final(buffer)
+    sync.accept()
+    sync.finish()
+
+
+@contextmanager
+def training(url: str, run_id: str, body: Callable[[TrainerSync, RevealTrainer], None]) -> Iterator[list[str]]:
+    """Runs `body` on every trainer rank while the block runs; yields what they raised, complete after the block."""
+    layouts = trainer_layouts(family_of(SHAPE), SHAPE, MESH, bucket_elements=40000)
+    errors: list[str] = []
+
+    def run(layout: RankLayout) -> None:
+        log = RedisLog(url, run_id, reconnect_s=10)
+        world_size = len(layouts)
+        trainer = RevealTrainer(layout)
+        sync = TrainerSync(log, rank=layout.rank, world_size=world_size, trainer=trainer, settings=SETTINGS)
+        try:
+            body(sync, trainer)
+        except (RuntimeError, ValueError) as error:
+            errors.append(f"trainer rank {layout.rank}: {error}")
+        finally:
+            sync.close()
+            log.close()
+
+    threads = [threading.Thread(target=run, args=(layout,), daemon=True) for layout in layouts]
+    for thread in threads:
+        thread.start()
+    try:
+        yield errors
+    finally:
+        for thread in threads:
+            thread.join(60)
+        errors += [f"{thread.name} hangs" for thread in threads if thread.is_alive()]
