@@ -18,13 +18,14 @@ from tests.helpers import reveal
 
 SHAPE = load_shape(dict(reveal.MOE.config()))
 MESH = parse_trainer_mesh("tp1 pp2 ep2")
-SETTINGS = TrainerSettings(launch="test", piece_bytes=65536, experts_per_unit=2)
+SETTINGS = TrainerSettings(launch="test", piece_bytes=65536, experts_per_unit=2, ready_s=30.0, attach_s=60.0)
 
 
 class RevealTrainer:
     """What TrainerSync asks of a trainer, for one rank."""
 
     library = "reveal"
+    family = family_of(SHAPE)
 
     def __init__(self, layout: RankLayout):
         self.layout = layout
@@ -57,7 +58,7 @@ def step(sync: TrainerSync, trainer: RevealTrainer, version: int) -> None:
 @contextmanager
 def training(url: str, run_id: str, body: Callable[[TrainerSync, RevealTrainer], None]) -> Iterator[list[str]]:
     """Runs `body` on every trainer rank while the block runs; yields what they raised, complete after the block."""
-    layouts = trainer_layouts(family_of(SHAPE), SHAPE, MESH, bucket_elements=40000)
+    layouts = trainer_layouts(RevealTrainer.family, SHAPE, MESH, bucket_elements=40000)
     errors: list[str] = []
 
     def run(layout: RankLayout) -> None:
@@ -67,7 +68,7 @@ def training(url: str, run_id: str, body: Callable[[TrainerSync, RevealTrainer],
         sync = TrainerSync(log, rank=layout.rank, world_size=world_size, trainer=trainer, settings=SETTINGS)
         try:
             body(sync, trainer)
-        except (RuntimeError, ValueError) as error:
+        except BaseException as error:  # noqa: BLE001  handed to the test
             errors.append(f"trainer rank {layout.rank}: {error}")
         finally:
             sync.close()
