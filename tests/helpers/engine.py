@@ -125,8 +125,8 @@ class Engine:
             part = output.outputs[0]
             answer.tokens += part.token_ids
             self.num_tokens += len(part.token_ids)
-            for token, top in zip(part.token_ids, part.logprobs or [], strict=True):
-                answer.logprobs.append(top[token].logprob)
+            if part.token_ids:  # an output without tokens repeats earlier logprobs
+                answer.logprobs += [top[t].logprob for t, top in zip(part.token_ids, part.logprobs, strict=True)]
             if output.finished:
                 answer.finish_reason = part.finish_reason
                 carried = (output.kv_transfer_params or {}).get("weight_versions", [])

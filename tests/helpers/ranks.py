@@ -18,6 +18,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import torch
+
 PRELOAD = ["torch", "torch.distributed", "megastream.trainer.compat", "megatron.core.models.gpt", "safetensors.torch"]
 GRACE_S = 5.0
 
@@ -28,7 +30,8 @@ def run_ranks(body: Callable[..., Any], world_size: int, *, timeout_s: float = 6
     `body` is a module-level function; arguments and results are pickled. A rank that raises, dies or runs past
     `timeout_s` fails the call: all ranks are killed, and the AssertionError carries their last output with stacks.
     """
-    context = multiprocessing.get_context("forkserver")
+    # CUDA, once megatron has touched it in the server, cannot be used in its forks.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="megastream-ranks-") as folder:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
