@@ -87,8 +87,8 @@ class Children:
                 process.kill()
                 process.wait()
 
-    def start(self, name: str, module: str, *arguments: str) -> Child:
-        """Runs `python -m module arguments`; its output goes to `<name>.log`."""
+    def start(self, name: str, module: str, *arguments: str, nice: int = 0) -> Child:
+        """Runs `python -m module arguments` at a scheduling priority; its output goes to `<name>.log`."""
         log = self._folder / f"{name}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -98,7 +98,7 @@ class Children:
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=_before_program(os.getpid(), nice),
             )
         child = Child(name, process.pid, process, log)
         self._children.append(child)
@@ -152,11 +152,12 @@ class Children:
                 self._owner.write(self._folder)
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def _before_program(parent: int, nice: int) -> Callable[[], None]:
     """Runs in the child before its program: the kernel kills it when the thread that started it ends."""
     libc = ctypes.CDLL(None)
 
     def ask() -> None:
+        os.nice(nice)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -55,13 +55,17 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
-    """vLLM's side. `streams` questions are answered at once, each with `answer_tokens` tokens."""
+    """vLLM's side. `streams` questions are answered at once, each with `answer_tokens` tokens.
+
+    `nice` is the scheduling priority of the engine's processes, 0 to 19: on few cores, training goes first.
+    """
 
     layout: Literal["pp2", "tp2ep", "single"] = "pp2"
     streams: int
     answer_tokens: int
     max_model_len: int
     kv_cache_gib: int
+    nice: int = 0
 
 
 class StreamConfig(Section, frozen=True, kw_only=True):
@@ -182,7 +186,7 @@ def _all_keys(section: type, prefix: str) -> list[str]:
 
 
 def _check_positive(section: Section, prefix: str) -> None:
-    zero_is_fine = {"run.checked_updates", "run.checked_tokens", "seed", "trainer.clip_grad"}
+    zero_is_fine = {"run.checked_updates", "run.checked_tokens", "engine.nice", "seed", "trainer.clip_grad"}
     for name in section.__struct_fields__:
         value = getattr(section, name)
         if isinstance(value, Section):

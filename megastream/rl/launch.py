@@ -75,7 +75,7 @@ def _run(job: Job, children: Children, config: configs.Config) -> None:
     path = job.results / "job.json"
     job.write(path)
     children.run_to_end("prepare", "megastream.rl.prepare", str(path), deadline_s=config.deadlines.start_s)
-    host = children.start("host", "megastream.rl.host", str(path))
+    host = children.start("host", "megastream.rl.host", str(path), nice=config.engine.nice)
     ranks = [
         children.start(f"trainer-{rank}", "megastream.rl.train", str(path), str(rank))
         for rank in range(config.trainer.ranks)
