@@ -30,8 +30,8 @@ class Pausable:
         loads = [asyncio.to_thread(agent.load_whole, **request.update_info) for agent in self.agents]
         await asyncio.gather(*loads)
 
-    async def finish_weight_update(self, weight_version: str | None) -> None:
-        self.calls.append(("finish", weight_version))
+    async def finish_weight_update(self) -> None:
+        self.calls.append(("finish",))
 
     async def resume_generation(self) -> None:
         self.calls.append(("resume",))
@@ -62,7 +62,7 @@ def test_whole_updates_pause_load_and_resume() -> None:
         host.join(10)
         assert [update.version for update in updates] == [0, 1, 2]
         assert all(update.stall_s > 0 and update.repair_s == 0.002 for update in updates)
-        assert llm.calls[-4:] == [("pause", "keep", False), ("start",), ("finish", "2"), ("resume",)]
+        assert llm.calls[-4:] == [("pause", "keep", False), ("start",), ("finish",), ("resume",)]
 
 
 def test_a_whole_update_that_breaks_off_is_not_resumed() -> None:
