@@ -81,13 +81,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     receiver = GlooReceiver(options.host)
+    address = receiver.address(0)
     results, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(
-        target=send_all, args=(receiver.address(0), options.seconds, theirs), daemon=True
+        target=send_all, args=(address, options.seconds, theirs), daemon=True
     )
     process.start()
     theirs.close()
-    lane = receiver.accept(0, DEADLINE_S)
+    lane = receiver.accept(address, DEADLINE_S)
     slot = torch.empty(max(SIZES.values()), dtype=torch.uint8)
     while (header := lane.receive_header(DEADLINE_S)) is not None:
         lane.receive_payload(header, slot, DEADLINE_S)

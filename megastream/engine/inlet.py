@@ -25,8 +25,11 @@ class LaneReceiver(Protocol):
     def address(self, source: int) -> LaneAddress:
         """A fresh address for the next lane from this trainer rank."""
 
-    def accept(self, source: int, deadline_s: float) -> ReceiveLane:
-        """Waits until the trainer rank has connected to the last address made for it."""
+    def accept(self, address: LaneAddress, deadline_s: float) -> ReceiveLane:
+        """Waits until the trainer rank has connected to this address."""
+
+    def withdraw(self, address: LaneAddress) -> None:
+        """Makes this address void, and ends an `accept` that waits for it. Any thread."""
 
 
 class Sink(Protocol):
@@ -63,6 +66,7 @@ class Inlet:
         for piece in plan.by_target.get(rank, ()):
             self._most_bytes[piece.source] = max(piece.num_bytes, self._most_bytes.get(piece.source, 0))
         self._lock = threading.Lock()
+        self._addresses: dict[int, LaneAddress] = {}
         self._lanes: dict[int, ReceiveLane] = {}
         self._aborted = False
         self._threads: list[threading.Thread] = []
@@ -75,10 +79,11 @@ class Inlet:
 
     def addresses(self) -> dict[int, LaneAddress]:
         """One address per source, for the Bound record."""
-        return {source: self._receiver.address(source) for source in self.sources}
+        self._addresses = {source: self._receiver.address(source) for source in self.sources}
+        return dict(self._addresses)
 
     def open(self) -> None:
-        """Starts the receiving threads. Returns at once."""
+        """Starts the receiving threads, once the addresses were made. Returns at once."""
         for source in self.sources:
             thread = threading.Thread(
                 target=self._run, args=(source,), name=f"megastream-lane-{source}-{self._who}", daemon=True
@@ -90,8 +95,11 @@ class Inlet:
         """Unblocks every thread. Any thread may call it; nothing is reported as failed afterwards."""
         with self._lock:
             self._aborted = True
-            lanes = list(self._lanes.values())
-        for lane in lanes:
+            lanes = dict(self._lanes)
+        for source, address in self._addresses.items():
+            if source not in lanes:
+                self._receiver.withdraw(address)
+        for lane in lanes.values():
             lane.abort()
 
     def join(self, deadline_s: float) -> None:
@@ -113,7 +121,7 @@ class Inlet:
                 self._failed(reason)
 
     def _receive_all(self, source: int) -> None:
-        lane = self._receiver.accept(source, self._settings.bind_s)
+        lane = self._receiver.accept(self._addresses[source], self._settings.bind_s)
         try:
             if not self._adopt(source, lane):
                 return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 import time
 from typing import Any
 
@@ -21,10 +22,13 @@ from megastream.transport.gloo_pair import (
     GlooPair,
     PairBroken,
     PairTimeout,
+    await_key,
     client_store,
     prefixed,
     serve_store,
 )
+
+_TAKEN, _WITHDRAWN = b"taken", b"withdrawn"
 
 
 class GlooReceiver:
@@ -43,46 +47,57 @@ class GlooReceiver:
                 self._store = serve_store(host, self._port, listener.detach())
         except OSError as error:
             raise LaneError(f"cannot listen on {host}: {error.strerror or error}; name a local address") from error
-        self._addresses: dict[int, LaneAddress] = {}
+        self._lock = threading.Lock()
+        self._offered: dict[int, LaneAddress] = {}
 
     def address(self, source: int) -> LaneAddress:
         """A fresh address, for one connection of trainer rank `source`. Replaces an earlier one."""
         store = self._open_store()
-        self._withdraw(source)
         address = LaneAddress("gloo", self._host, self._port, f"trainer{source}-{secrets.token_hex(8)}")
-        store.set(_offer(address.key), b"1")
-        self._addresses[source] = address
+        with self._lock:
+            if (replaced := self._offered.get(source)) is not None:
+                _void(store, replaced)
+            store.set(_offer(address.key), b"1")
+            self._offered[source] = address
         return address
 
-    def accept(self, source: int, deadline_s: float) -> GlooReceiveLane:
-        """Blocks until trainer rank `source` has connected to its address; several threads may accept at a time.
+    def accept(self, address: LaneAddress, deadline_s: float) -> GlooReceiveLane:
+        """Blocks until a trainer rank has connected to `address`; several threads may accept at a time.
 
-        LaneTimeout after `deadline_s`; the address is void then, and the next try needs a new one.
+        LaneTimeout after `deadline_s`; the address is void then, and the next try needs a new one. LaneError at once
+        when the address was withdrawn, replaced or used, also while this waits.
         """
         self._open_store()
-        address = self._addresses.get(source)
-        if address is None:
-            raise LaneError(f"lane of trainer {source} at {self._host}:{self._port}: no address was given out")
+        source = next((source for source, offered in self._offered.items() if offered == address), None)
+        if source is None:
+            raise LaneError(f"lane {address.key} at {self._host}:{self._port}: withdrawn, replaced, or never offered")
         name = f"lane trainer {source} -> {self._host}:{self._port}"
+        until = time.monotonic() + deadline_s
         try:
-            store = prefixed(client_store(self._host, self._port, deadline_s), address.key)
-            lane = GlooReceiveLane(GlooPair(store, RECEIVER, self._host, deadline_s), name)
+            store = client_store(self._host, self._port, deadline_s)
+            if await_key(store, _claim(address.key), deadline_s) != _TAKEN:
+                raise LaneError(f"{name}: withdrawn while it waited for a trainer rank")
+            left = max(until - time.monotonic(), 0.1)
+            lane = GlooReceiveLane(GlooPair(prefixed(store, address.key), RECEIVER, self._host, left), name)
         except PairTimeout as error:
             raise LaneTimeout(f"{name}: nobody connected within {deadline_s:.1f} s") from error
         except PairBroken as error:
             raise LaneError(f"{name}: connecting failed: {error}") from error
         finally:
-            self._withdraw(source)
+            self.withdraw(address)
         return lane
+
+    def withdraw(self, address: LaneAddress) -> None:
+        """Makes `address` void, and ends an `accept` that waits for it. Any thread; others' addresses stay."""
+        with self._lock:
+            self._offered = {source: kept for source, kept in self._offered.items() if kept != address}
+            if self._store is not None:
+                _void(self._store, address)
 
     def close(self) -> None:
         """Ends the rendezvous; lanes that are open stay. Idempotent."""
-        self._store = None
-
-    def _withdraw(self, source: int) -> None:
-        address = self._addresses.pop(source, None)
-        if address is not None and self._store is not None:
-            self._store.delete_key(_offer(address.key))
+        with self._lock:
+            self._store = None
 
     def _open_store(self) -> Any:
         if self._store is None:
@@ -103,6 +118,7 @@ def connect(address: LaneAddress, deadline_s: float) -> GlooSendLane:
         # The first to remove the offer is the one it was for.
         if not store.delete_key(_offer(address.key)):
             raise LaneError(f"{name}: no such lane there: another run's address, withdrawn, or in use already")
+        store.set(_claim(address.key), _TAKEN)
         pair = GlooPair(prefixed(store, address.key), SENDER, local, max(until - time.monotonic(), 0.1))
     except PairTimeout as error:
         raise LaneTimeout(f"{name}: not accepted within {deadline_s:.1f} s") from error
@@ -113,6 +129,16 @@ def connect(address: LaneAddress, deadline_s: float) -> GlooSendLane:
 
 def _offer(key: str) -> str:
     return f"offer/{key}"
+
+
+def _void(store: Any, address: LaneAddress) -> None:
+    if store.delete_key(_offer(address.key)):
+        store.set(_claim(address.key), _WITHDRAWN)
+
+
+def _claim(key: str) -> str:
+    """Set once per address, by whoever removed its offer: the sender that comes, or the receiver that withdraws it."""
+    return f"claim/{key}"
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -59,6 +59,17 @@ def client_store(host: str, port: int, timeout_s: float) -> Any:
         raise PairBroken(_one_line(error)) from error
 
 
+def await_key(store: Any, key: str, timeout_s: float) -> bytes:
+    """The value of `key` once somebody sets it. The store's connection is in use meanwhile. PairTimeout, PairBroken."""
+    until = time.monotonic() + timeout_s
+    try:
+        store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
+        return bytes(store.get(key))
+    except RuntimeError as error:
+        kind = PairTimeout if time.monotonic() >= until - _TIMER_S else PairBroken
+        raise kind(_one_line(error)) from error
+
+
 def prefixed(store: Any, key: str) -> Any:
     """The part of a store that belongs to one lane."""
     return dist.PrefixStore(key, store)

@@ -127,9 +127,10 @@ class Link:
         self.senders: list[Any] = []
 
     def open(self, script: Callable[..., Any], *args: Any, source: int = 3) -> tuple[Any, Any]:
-        sender = start_sender(self.transport, self.receiver.address(source), script, *args)
+        address = self.receiver.address(source)
+        sender = start_sender(self.transport, address, script, *args)
         self.senders.append(sender)
-        self.lanes.append(self.receiver.accept(source, 20.0))
+        self.lanes.append(self.receiver.accept(address, 20.0))
         return self.lanes[-1], sender
 
     def close(self) -> None:

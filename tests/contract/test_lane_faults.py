@@ -27,6 +27,8 @@ from tests.contract.lanes import (
     receive,
     receiver,
     say_and_sleep,
+    send_sizes,
+    start_sender,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -37,11 +39,46 @@ SOON_S = 2.0
 def test_nobody_comes(link: Link) -> None:
     address = link.receiver.address(3)
     with pytest.raises(LaneTimeout, match=rf"trainer 3 -> {HOST}.*nobody connected within 0\.5 s"):
-        link.receiver.accept(3, 0.5)
+        link.receiver.accept(address, 0.5)
     with pytest.raises(LaneError, match="no such lane"):
         connect(link.transport, address, 5.0)
     with pytest.raises(LaneTimeout, match=r"not accepted within 0\.5 s"):
         connect(link.transport, link.receiver.address(3), 0.5)
+
+
+def waiting(link: Link, address: LaneAddress, outcome: list[str]) -> threading.Thread:
+    """A thread that accepts; the text of what that raised."""
+
+    def accept() -> None:
+        try:
+            link.receiver.accept(address, 20.0)
+        except LaneError as error:
+            outcome.append(str(error))
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "replaced"])
+def test_a_void_address_ends_its_accept_and_leaves_the_next_one(link: Link, how: str) -> None:
+    """An attachment that breaks while its lanes open must take neither time nor address from the next one."""
+    outcome: list[str] = []
+    first = link.receiver.address(3)
+    thread = waiting(link, first, outcome)
+    time.sleep(0.2)
+    if how == "withdrawn":
+        link.receiver.withdraw(first)
+    second = link.receiver.address(3)
+    thread.join(SOON_S)
+    assert not thread.is_alive() and "withdrawn while it waited" in outcome[0]
+    link.receiver.withdraw(first)  # again, and late: the second address stays
+    with pytest.raises(LaneError, match="withdrawn, replaced, or never offered"):
+        link.receiver.accept(first, 5.0)
+    sender = start_sender(link.transport, second, send_sizes, [100])
+    link.senders.append(sender)
+    link.lanes.append(link.receiver.accept(second, 20.0))
+    assert receive(link.lanes[0])[0].seq == 0 and sender.result()["pieces"] == 1
 
 
 def wait_for_word(lane: Any, pipe: Any) -> None:
@@ -129,8 +166,9 @@ def test_a_sender_killed_in_the_middle_of_a_payload(link: Link, after_s: float) 
 def receive_and_die(transport: str, pipe: Any, when: str) -> None:
     """The receiving end as a process that kills itself."""
     end = receiver(transport)
-    pipe.send(end.address(3))
-    lane = end.accept(3, 20.0)
+    address = end.address(3)
+    pipe.send(address)
+    lane = end.accept(address, 20.0)
     got = lane.receive_header(20.0)
     if when == "in the middle":
         threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -196,7 +234,7 @@ from tests.contract.lanes import receiver
 end = receiver(sys.argv[1])
 address = end.address(3)
 print(address.port, address.key, flush=True)
-lane = end.accept(3, 20.0)
+lane = end.accept(address, 20.0)
 try:
     lane.receive_header(0.1)
 except RuntimeError as error:
@@ -232,7 +270,7 @@ def cycle(transport: str) -> None:
     made: list[Any] = []
     thread = threading.Thread(target=lambda: made.append(connect(transport, address)))
     thread.start()
-    lane = end.accept(3, 10.0)
+    lane = end.accept(address, 10.0)
     thread.join(10)
     made[0].close()
     assert lane.receive_header(5.0) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from megastream.layout.shard import RankLayout
 from megastream.plan import build_plan
 from megastream.plan.types import Piece, Plan
 from megastream.protocol.header import PieceHeader
-from megastream.protocol.lane import ReceiveLane
+from megastream.protocol.lane import LaneAddress, ReceiveLane
 from megastream.rl import oracle
 from megastream.trainer import model
 from megastream.trainer.adapter import MegatronAdapter, mesh_coords
@@ -125,10 +126,14 @@ def _engine(config: TrainerConfig, folder: Path) -> None:
     live = {name: torch.full(shape, torch.nan, dtype=torch.bfloat16) for name, shape in hf_shapes(config).items()}
     receivers = [GlooReceiver("127.0.0.1") for _ in range(TARGETS)]
     pairs = sorted({(piece.target, piece.source) for piece in plan.pieces})
-    _leave(folder / "addresses", {(t, s): receivers[t].address(s) for t, s in pairs})
+    addresses = {(t, s): receivers[t].address(s) for t, s in pairs}
+    _leave(folder / "addresses", addresses)
     versions = iter(VERSIONS)
     together = threading.Barrier(len(pairs), lambda: save_file(live, folder / f"live{next(versions)}.safetensors"))
-    threads = [threading.Thread(target=_receive, args=(receivers[t], plan, t, s, live, together)) for t, s in pairs]
+    threads = [
+        threading.Thread(target=_receive, args=(receivers[t].accept, addresses[t, s], plan, t, s, live, together))
+        for t, s in pairs
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -138,14 +143,15 @@ def _engine(config: TrainerConfig, folder: Path) -> None:
 
 
 def _receive(
-    receiver: GlooReceiver,
+    accept: Callable[[LaneAddress, float], ReceiveLane],
+    address: LaneAddress,
     plan: Plan,
     target: int,
     source: int,
     live: dict[str, torch.Tensor],
     together: threading.Barrier,
 ) -> None:
-    lane: ReceiveLane = receiver.accept(source, DEADLINE_S)
+    lane = accept(address, DEADLINE_S)
     pieces = {piece.seq: piece for piece in plan.by_source[source] if piece.target == target}
     for _ in VERSIONS:
         for _ in pieces:
