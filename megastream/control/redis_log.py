@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from megastream.control.login import login_arguments, split_login
 from megastream.control.scripts import APPEND, KEEP
 from megastream.protocol.control import ControlError
 from megastream.protocol.records import Record, WeightsReady
@@ -62,7 +62,7 @@ class RedisLog:
         if not _RUN_ID.fullmatch(run_id):
             raise ValueError(f"run id {run_id!r}: use 1 to 100 letters, digits, dots, dashes and underscores")
         self.run_id = run_id
-        self.url = _without_password(url)
+        self.url = split_login(url)[0]
         self._reconnect_s = reconnect_s
         self._client: Any = _client(url, self.url)
         prefix = f"megastream:{run_id}"
@@ -250,6 +250,7 @@ def _client(url: str, shown: str) -> redis.Redis:
     try:
         return redis.Redis.from_url(
             url,
+            **login_arguments(),
             protocol=2,
             socket_timeout=_SOCKET_TIMEOUT_S,
             socket_connect_timeout=_SOCKET_TIMEOUT_S,
@@ -257,8 +258,3 @@ def _client(url: str, shown: str) -> redis.Redis:
         )
     except ValueError as error:
         raise ControlError(f"control plane at {shown}: not a usable URL ({error}); use redis:// or unix://") from error
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if parts.netloc else url

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,12 +12,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megastream.control.embedded import EmbeddedServer
+from megastream.control.login import LOGIN, split_login
 from megastream.control.redis_log import RedisLog
 from megastream.protocol.control import ControlError
 from megastream.rl import config as configs
 from megastream.rl.children import Child, Children, RunFailed
+from megastream.rl.folder import JOB_FILE, forget_results, refuse_foreign
 from megastream.rl.job import Job
-from megastream.rl.owned import MARK, Owner, clean, start_time, sweep
+from megastream.rl.owned import MARK, Owner, StillRunning, clean, start_time, sweep
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -35,7 +36,7 @@ def run_quickstart(path: Path, out: Path | None, *, redis_url: str | None, engin
     except KeyboardInterrupt:
         print("megastream: interrupted; everything was stopped", file=sys.stderr)
         return INTERRUPTED
-    except (configs.ConfigError, ControlError, RunFailed, ValueError, OSError) as error:
+    except (ControlError, RunFailed, StillRunning, ValueError, OSError) as error:
         print(f"megastream: {error}", file=sys.stderr)
         return 1
     return 0
@@ -43,14 +44,16 @@ def run_quickstart(path: Path, out: Path | None, *, redis_url: str | None, engin
 
 def launch(config: configs.Config, folder: Path, redis_url: str | None) -> None:
     """Runs all passes and writes the results into `folder`. Raises what ended the run; nothing is left then either."""
-    folder.mkdir(parents=True, exist_ok=True)
     for found in sweep(folder):
         print(f"swept from a run that died here: {found}")
-    _forget_results(folder)
+    refuse_foreign(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     with _owned(folder) as owner, ExitStack() as stack:
         _refuse_long_path(Path(owner.folder))
-        url, servers = redis_url, []
-        if url is None:
+        url, servers = "", []
+        if redis_url is not None:
+            url = stack.enter_context(_login(redis_url))
+        else:
             server = stack.enter_context(EmbeddedServer(Path(owner.folder) / "control"))
             url, servers = server.url, [Child("redis", server.pid, None)]
         RedisLog(url, owner.run_id, reconnect_s=config.deadlines.reconnect_s).close()  # refuses a server that is away
@@ -72,8 +75,9 @@ def _run(job: Job, children: Children, config: configs.Config) -> None:
     from megastream.rl.progress import Progress
     from megastream.rl.summary import write_summary
 
-    path = job.results / "job.json"
+    path = job.results / JOB_FILE
     job.write(path)
+    forget_results(job.results)  # not before: whatever refuses to start leaves the last run's results alone
     children.run_to_end("prepare", "megastream.rl.prepare", str(path), deadline_s=config.deadlines.start_s)
     host = children.start("host", "megastream.rl.host", str(path), nice=config.engine.nice)
     ranks = [
@@ -112,17 +116,24 @@ def _owned(folder: Path) -> Iterator[Owner]:
         guard.wait()
 
 
+@contextmanager
+def _login(redis_url: str) -> Iterator[str]:
+    """The URL that may be written down; user and password reach this process and its children by environment only."""
+    url, login = split_login(redis_url)
+    if not login:
+        yield url
+        return
+    os.environ[LOGIN] = login
+    try:
+        yield url
+    finally:
+        del os.environ[LOGIN]
+
+
 def _refuse_long_path(folder: Path) -> None:
     """vLLM's sockets lie in the temporary folder, under names of up to 50 characters; 107 fit in all."""
     if len(str(folder)) > 55:
         raise ValueError(f"the temporary folder {folder} is too long for sockets; set TMPDIR to a shorter one")
-
-
-def _forget_results(folder: Path) -> None:
-    """Results of an earlier run would be mistaken for this one's."""
-    for path in (*folder.glob("*.json"), *folder.glob("*.jsonl"), *folder.glob("*.log")):
-        path.unlink()
-    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
 
 
 def _environment(config: configs.Config) -> dict[str, str]:

@@ -21,6 +21,10 @@ SHM = Path("/dev/shm")
 OWNER_FILE = "owner.json"
 
 
+class StillRunning(RuntimeError):
+    """Processes of a run do not end, whatever they are sent. Names them."""
+
+
 @dataclass
 class Owner:
     """The owner file of a run folder. `segments` are names in /dev/shm, `folder` the run's temporary folder."""
@@ -39,10 +43,10 @@ class Owner:
 
     @staticmethod
     def read(run_folder: Path) -> Owner | None:
-        """None when no run left an owner file here."""
+        """None when no run left an owner file here; a file of that name that somebody else wrote is none."""
         try:
             return Owner(**json.loads((run_folder / OWNER_FILE).read_text()))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, TypeError, json.JSONDecodeError):
             return None
 
     def note_segments(self) -> bool:
@@ -86,7 +90,7 @@ def clean(run_folder: Path, owner: Owner) -> list[str]:
     found = [f"process {pid}" for pid in processes(owner.run_id)]
     left = kill_all(owner.run_id)
     if left:
-        raise RuntimeError(f"processes {left} of run {owner.run_id} do not end; end them by hand and start again")
+        raise StillRunning(f"processes {left} of run {owner.run_id} do not end; end them by hand and start again")
     for name in owner.segments:
         if (SHM / name).exists():
             found.append(f"shared memory {name}")

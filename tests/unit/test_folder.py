@@ -1,0 +1,72 @@
+"""A run deletes only what a run wrote, only in a folder of a run, and only once it really starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megastream.rl import owned
+from megastream.rl.folder import JOB_FILE, forget_results, refuse_foreign
+from megastream.rl.launch import run_quickstart
+from tests.helpers.small_run import write_config
+
+OURS = {"run_id": "r", "engine": "e", "control_url": "u", "config": {}}
+WRITTEN = ("summary.json", "records.json", "train.jsonl", "trainer-11.jsonl", "trainer-0.log", "host.log")
+THEIRS = ("notes.json", "trainer-x.log", "data.jsonl", "mine.log")
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def fill(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("precious")
+
+
+@pytest.mark.parametrize("job", [None, "{}", "[1]", "not json"])
+def test_folder_of_somebody_else_is_refused_and_untouched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], job: str | None
+) -> None:
+    out = tmp_path / "out"
+    fill(out, *WRITTEN, *THEIRS, "checkpoint/model.safetensors", owned.OWNER_FILE)
+    if job is not None:
+        (out / JOB_FILE).write_text(job)
+    before = files_in(out)
+    assert run_quickstart(write_config(tmp_path), out, redis_url=None, engine_layout=None) == 1
+    assert "--out" in capsys.readouterr().err
+    assert files_in(out) == before
+
+
+def test_only_names_of_a_run_are_forgotten(tmp_path: Path) -> None:
+    fill(tmp_path, *WRITTEN, *THEIRS, "checkpoint/model.safetensors", "checkpoint/mine.txt", "exported/config.json")
+    (tmp_path / JOB_FILE).write_text(json.dumps(OURS))
+    refuse_foreign(tmp_path)
+    forget_results(tmp_path)
+    assert files_in(tmp_path) == {*THEIRS, "checkpoint/mine.txt", JOB_FILE}
+    assert not (tmp_path / "exported").exists()
+
+
+def test_a_refused_start_keeps_the_last_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    fill(out, *WRITTEN, "checkpoint/model.safetensors")
+    (out / JOB_FILE).write_text(json.dumps(OURS))
+    before = files_in(out)
+    away = f"unix://{tmp_path}/nobody.sock"
+    assert run_quickstart(write_config(tmp_path), out, redis_url=away, engine_layout=None) == 1
+    assert "nobody.sock" in capsys.readouterr().err
+    assert files_in(out) == before
+
+
+def test_processes_that_do_not_end_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck(folder: Path) -> list[str]:
+        raise owned.StillRunning("processes [7] of run r do not end")
+
+    monkeypatch.setattr("megastream.rl.launch.sweep", stuck)
+    assert run_quickstart(write_config(tmp_path), tmp_path / "out", redis_url=None, engine_layout=None) == 1
+    assert capsys.readouterr().err == "megastream: processes [7] of run r do not end\n"
