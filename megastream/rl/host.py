@@ -24,8 +24,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from megastream.control.redis_log import RedisLog
-from megastream.layout.wire import decode_layout
-from megastream.protocol.bind import engine_blob
 from megastream.protocol.control import ControlError
 from megastream.protocol.records import Attach, Committed, Failed, Poisoned, Record
 from megastream.rl.answers import Answering
@@ -93,7 +91,7 @@ class Host:
     async def run(self, stop: asyncio.Event) -> None:
         """Generates until `stop`; raises when the engine dies or an update fails."""
         loop = asyncio.get_running_loop()
-        self._write_engine()
+        await self._write_engine()
         self._answering.start(self._job.config.engine.streams)
         while self._answering.num_tokens == 0:
             self._raise_errors(self._answering.tasks)
@@ -112,11 +110,10 @@ class Host:
         for task in work:
             task.cancel()
 
-    def _write_engine(self) -> None:
-        """What the engine consists of, from its ranks' own descriptions."""
-        ranks = range(self._job.config.engine_ranks)
-        blobs = [self._log.get_blob(engine_blob(self._job.engine, rank, "stream")) for rank in ranks]
-        floor = engine_floor([decode_layout(blob) for blob in blobs if blob is not None])
+    async def _write_engine(self) -> None:
+        """What the engine consists of, from vLLM's own parameters."""
+        replies = await self._engine.collective_rpc("megastream_call", args=("inventory", {}))
+        floor = engine_floor(replies, self._job.config.engine_ranks)
         shapes = dict(tensor_shapes(self._job.config.model))
         self._lines.write(
             kind="engine",

@@ -239,6 +239,14 @@ def finish_all_retryable(core: Any) -> int:
     return len(alive)
 
 
+def padded_rows(module: torch.nn.Module) -> int:
+    """Rows of an embedding or a head, on this rank, that stand for no token; 0 for every other module."""
+    shard = getattr(module, "shard_indices", None)
+    if shard is None:
+        return 0
+    return int(shard.num_elements_padded - shard.num_org_elements - shard.num_added_elements)
+
+
 def refuse_retryable(core: Any, request_id: str, client_index: int) -> None:
     """Answers one request with finish reason `error`."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason

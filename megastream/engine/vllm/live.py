@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -60,6 +61,22 @@ class VllmLiveModel:
     def names(self) -> tuple[str, ...]:
         """All buffers that the engine computes with."""
         return tuple(name for name in self.buffers if name not in self.unused)
+
+    def inventory(self) -> list[dict[str, Any]]:
+        """Every live parameter as vLLM's own modules have it: name, elements, bytes of one, padding, used or not.
+
+        Nothing of it comes from a layout or a plan, so that their bytes can be measured against it.
+        """
+        return [
+            {
+                "name": buffer.name,
+                "elements": prod(buffer.shape),
+                "item_bytes": buffer.parameter.itemsize,
+                "padding": compat.padded_rows(buffer.module) * prod(buffer.shape[1:]),
+                "used": buffer.name not in self.unused,
+            }
+            for buffer in self.buffers.values()
+        ]
 
     def describe(self) -> RankLayout:
         params = [

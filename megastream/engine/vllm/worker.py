@@ -106,9 +106,17 @@ class RankState:
 
     def digests(self, names: list[str] | None) -> dict[str, str]:
         """Digest of every live buffer (or of `names`), read back through the live kernels, in loader layout."""
+        live = self._model()
+        return {name: tensor_digest(live.read_live(name)) for name in names or live.names}
+
+    def inventory(self) -> list[dict[str, Any]]:
+        """See VllmLiveModel.inventory."""
+        return self._model().inventory()
+
+    def _model(self) -> VllmLiveModel:
         if self.live is None:
             raise RuntimeError("this worker has no live model; serve with --weight-transfer-config megastream")
-        return {name: tensor_digest(self.live.read_live(name)) for name in names or self.live.names}
+        return self.live
 
 
 def megastream_call(worker: Any, op: str, payload: dict[str, Any]) -> Any:
@@ -140,6 +148,8 @@ def _run(worker: Any, engine: Any, state: RankState, op: str, payload: dict[str,
         return {"records": state.take_records()}
     if op == "digest":
         return {"label": state.label, "digests": state.digests(payload.get("names"))}
+    if op == "inventory":
+        return {"parameters": state.inventory()}
     if op == "session":
         return {"active": compat.active_session(worker, drop=payload.get("drop", False)), **engine.session()}
     if state.agent is None:
