@@ -184,3 +184,18 @@ def test_guard_keeps_errors_in() -> None:
     assert guard.error == "KeyError: 'x'"
     with pytest.raises(KeyboardInterrupt), Guard():
         raise KeyboardInterrupt
+
+
+def test_a_kernel_that_keeps_a_view_gets_its_own_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's zentorch kernel without prepacking multiplies with the tensor that it was made from."""
+    from vllm.model_executor.layers import utils
+
+    def keeping(layer: Any, remove_weight: bool) -> None:
+        kept = layer.weight.detach()
+        layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, kept)
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", keeping)
+    weight, x = random(8, 64), random(2, 64)
+    kernel, expected = compat.pack_linear(weight), torch.nn.functional.linear(x, weight)
+    weight.fill_(float("nan"))
+    assert torch.equal(kernel(x, weight, None), expected)

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from megastream.engine.vllm import compat, cpu_repairs, hooks
+from megastream.engine.vllm import compat, compat_core, cpu_repairs, hooks
 from megastream.engine.vllm.live import VllmLiveModel
 from megastream.engine.vllm.worker import UNKNOWN_LABEL, Agent, RankState
 
@@ -51,6 +51,7 @@ class MegastreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module):
         super().__init__(config, vllm_config, device, model)
         compat.check_version()
+        compat_core.check_methods()
         cpu_repairs.check()
         self.live = VllmLiveModel(model, vllm_config)
         self.state = RankState(self.live.rank)

@@ -34,6 +34,7 @@ class Board:
         self._folder.cleanup()
 
     def close(self) -> None:
+        self.unlink()
         self._slots.release()
         self._map.close()
 

@@ -1,14 +1,15 @@
-"""Everything of vLLM that is not public and that megastream touches, behind small functions. The only such file.
+"""Everything of vLLM that is not public and that megastream touches, behind small functions.
 
-Supported are 0.26.0 <= version < 0.33. 0.32 (CPU) is run by the tests; for 0.26 see docs/design.md. Where the two
-differ, the function here hides it.
+The only such files are this one (model and worker), `compat_core.py` (engine core) and `cpu_repairs.py`.
+
+Supported are 0.26.0 <= version < 0.33. The tests run 0.32 on CPU, and by hand 0.26 on GPUs (tools/gpu_check.sh); the
+versions between are not run. Where the two differ, the function here hides it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -18,10 +19,6 @@ logger = logging.getLogger("vllm.megastream")
 
 SUPPORTED_MIN = (0, 26, 0)
 SUPPORTED_BELOW = (0, 33)
-COMMAND = "megastream-call"
-"""Request type of our own entries in the engine core's input queue."""
-
-_STAMP = "megastream_stamp"
 
 
 class UnsupportedVersion(ValueError):
@@ -83,6 +80,11 @@ def selected_backend(vllm_config: Any) -> str | None:
 def transfer_engine(worker: Any) -> Any | None:
     """The weight transfer engine of a worker, None without one."""
     return getattr(worker, "weight_transfer_engine", None)
+
+
+def rank_of(worker: Any) -> int:
+    """A worker's rank in the engine's world."""
+    return int(worker.rank)
 
 
 def active_session(worker: Any, *, drop: bool = False) -> bool:
@@ -174,14 +176,29 @@ CpuKernel = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], t
 
 
 def pack_linear(weight: torch.Tensor) -> CpuKernel:
-    """A new CPU kernel for `weight` [out, in], chosen by vLLM's own dispatch. It keeps no reference to `weight`."""
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    """A new CPU kernel for `weight` [out, in], chosen by vLLM's own dispatch. It keeps no reference to `weight`.
+
+    Some kernels keep a view of what they are made from (zentorch without prepacking); those get a copy of their own.
+    """
+    kernel = _dispatched(weight)
+    return _dispatched(weight.clone()) if _keeps(kernel, weight) else kernel
+
+
+def _dispatched(weight: torch.Tensor) -> CpuKernel:
+    from vllm.model_executor.layers import utils
 
     stand_in: Any = torch.nn.Module()
     stand_in.weight = torch.nn.Parameter(weight, requires_grad=False)
-    dispatch_cpu_unquantized_gemm(stand_in, remove_weight=False)
+    utils.dispatch_cpu_unquantized_gemm(stand_in, remove_weight=False)
     kernel: CpuKernel = stand_in.cpu_linear
     return kernel
+
+
+def _keeps(kernel: CpuKernel, weight: torch.Tensor) -> bool:
+    """True when a tensor that the kernel closes over lies in the memory of `weight`."""
+    cells = [cell.cell_contents for cell in getattr(kernel, "__closure__", None) or ()]
+    storage = weight.untyped_storage().data_ptr()
+    return any(isinstance(held, torch.Tensor) and held.untyped_storage().data_ptr() == storage for held in cells)
 
 
 def packed_linear(module: Any) -> CpuKernel | None:
@@ -194,82 +211,12 @@ def set_packed_linear(module: Any, kernel: CpuKernel) -> None:
     module.cpu_linear = kernel
 
 
-# -- engine core -------------------------------------------------------------------------------------------------------
-
-
-def stamp(batch: Any, value: tuple[int, int, str]) -> None:
-    """Attaches a stamp to a SchedulerOutput; it travels to every worker with it."""
-    setattr(batch, _STAMP, value)
-
-
-def stamp_of(batch: Any) -> tuple[int, int, str] | None:
-    """The stamp of a SchedulerOutput, None for a batch that was not scheduled through us (warm-up)."""
-    return getattr(batch, _STAMP, None)
-
-
-def ordered_call(core: Any, method: str, args: tuple[Any, ...]) -> Future[list[Any]]:
-    """Puts a worker call into the queue that also carries the model's steps, on every rank; engine core thread only.
-
-    With work to do it returns at once, and the future completes when a later step's reply is read: replies come in
-    order. Without work nothing would read it, so the call is waited for.
-    """
-    executor = core.model_executor
-    future: Future[list[Any]] = Future()
-    if core.has_work():
-        future = executor.collective_rpc(method, args=args, non_block=True)
-        return future
-    future.set_result(executor.collective_rpc(method, args=args))
-    return future
-
-
-def enqueue(core: Any, command: Callable[[], None]) -> None:
-    """Lets the engine core's own thread run `command` between two steps. Any thread."""
-    core.input_queue.put_nowait((COMMAND, command))
-
-
-def finish_all_retryable(core: Any) -> int:
-    """Ends every request with finish reason `error`, which vLLM defines as retryable. Returns their number."""
-    from vllm.v1.request import RequestStatus
-
-    scheduler = core.scheduler
-    alive = [(r.request_id, r.client_index) for r in scheduler.requests.values() if not r.is_finished()]
-    scheduler.finish_requests([request_id for request_id, _ in alive], RequestStatus.FINISHED_ERROR)
-    for request_id, client_index in alive:
-        refuse_retryable(core, request_id, client_index)
-    return len(alive)
-
-
 def padded_rows(module: torch.nn.Module) -> int:
     """Rows of an embedding or a head, on this rank, that stand for no token; 0 for every other module."""
     shard = getattr(module, "shard_indices", None)
     if shard is None:
         return 0
     return int(shard.num_elements_padded - shard.num_org_elements - shard.num_added_elements)
-
-
-def refuse_retryable(core: Any, request_id: str, client_index: int) -> None:
-    """Answers one request with finish reason `error`."""
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-
-    output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
-    core.output_queue.put_nowait((client_index, EngineCoreOutputs(finished_requests={request_id}, outputs=[output])))
-
-
-def set_label(core: Any, label: str) -> None:
-    """What vLLM itself reports as its weight version (0.32; earlier versions have no such field)."""
-    if hasattr(core, "_weight_version"):
-        core._weight_version = label
-
-
-def label_outputs(outputs: dict[int, Any], label: str) -> None:
-    """Sets the version label on every client's outputs of one step (0.32)."""
-    for client_outputs in outputs.values():
-        client_outputs.weight_version = label
-
-
-def is_paused(core: Any) -> bool:
-    """True when the scheduler is paused and no batch is under way."""
-    return bool(core.is_scheduler_paused()) and not core.has_work()
 
 
 def in_data_parallel(vllm_config: Any) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-from megastream.engine.vllm import compat, hooks
+from megastream.engine.vllm import compat, compat_core
 from megastream.engine.vllm.backend import NAME
 from megastream.engine.vllm.port import VllmCorePort
 
@@ -18,10 +19,17 @@ Wired = Callable[[Any, VllmCorePort], Callable[[], None]]
 NATIVE_CALLS = (
     "init_weight_transfer_engine",
     "start_weight_update",
-    "start_draft_weight_update",
     "update_weights",
     "finish_weight_update",
 )
+
+NEVER_SERVED = {
+    "start_draft_weight_update": "megastream has no draft model; use start_weight_update",
+    "shutdown_weight_transfer_engine": "there is no connection to release; a trainer detaches over the control plane",
+}
+
+MAX_DEADLINE_S = 3600.0
+"""Longest time that a paused update may keep an engine from stepping."""
 
 
 class UpdateRefused(RuntimeError):
@@ -30,26 +38,25 @@ class UpdateRefused(RuntimeError):
 
 def patch(records: Callable[[Any], bool], wire: Wired) -> None:
     """Patches EngineCore in this process, once. `records(vllm_config)` says whether records are kept."""
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
-    from vllm.v1.worker.worker_base import WorkerBase
-
     from megastream.engine.vllm.worker import megastream_call
 
-    hooks.add_attribute(EngineCore, "megastream", None)
-    hooks.wrap_method(EngineCoreProc, "run_busy_loop", lambda original: _with_port(original, records, wire))
-    for name, make in (
-        ("add_request", _refusing_when_poisoned),
-        ("set_weight_version", _relabelling),
-        ("_attach_weight_version", _labelling),
-        ("collective_rpc", _guarding_native_calls),
-        ("shutdown", _unwiring),
-    ):
-        hooks.wrap_method(EngineCore, name, make)
-    hooks.wrap_method(EngineCoreProc, "_handle_client_request", _running_commands)
-    hooks.wrap_method(EngineCoreProc, "_process_input_queue", _draining_when_idle)
-    hooks.add_attribute(EngineCore, "megastream_records", megastream_records)
-    hooks.add_attribute(EngineCore, "megastream_status", megastream_status)
-    hooks.add_attribute(WorkerBase, "megastream_call", megastream_call)
+    compat_core.wrap_core(
+        {
+            "run": lambda original: _with_port(original, records, wire),
+            "add_request": _refusing_when_poisoned,
+            "set_label": _relabelling,
+            "label_outputs": _labelling,
+            "call_workers": _guarding_native_calls,
+            "end": _unwiring,
+            "handle_input": _running_commands,
+            "wait_for_input": _draining_when_idle,
+        }
+    )
+    compat_core.add_to_core("megastream", None)
+    compat_core.add_to_core("megastream_end", None)
+    compat_core.add_to_core(megastream_records.__name__, megastream_records)
+    compat_core.add_to_core(megastream_status.__name__, megastream_status)
+    compat_core.add_to_workers(megastream_call)
 
 
 def megastream_records(core: Any) -> dict[str, Any]:
@@ -73,22 +80,27 @@ def _port(core: Any) -> VllmCorePort:
 def _with_port(loop: Callable[..., None], records: Callable[[Any], bool], wire: Wired) -> Callable[..., None]:
     """Plugins are loaded in the middle of the core's constructor, so its main loop is the first place to start from."""
 
-    def run_busy_loop(self: Any, *args: Any, **named: Any) -> None:
-        config = self.vllm_config
+    def run(self: Any, *args: Any, **named: Any) -> None:
+        config = compat_core.config_of(self)
         if compat.selected_backend(config) == NAME:
-            port = VllmCorePort(self, config.parallel_config.world_size, records=records(config))
-            port.install()
-            hooks.wrap_method(self.scheduler, "schedule", lambda schedule: _stamping(schedule, port))
-            hooks.wrap_method(self.scheduler, "update_from_output", lambda update: _checking(self, update, port))
-            self.megastream = port
-            self.megastream_end = wire(config, port)
+            _start(self, config, records, wire)
         elif (config.additional_config or {}).get("megastream"):
             logger.warning(
                 'settings for megastream are not used without --weight-transfer-config {"backend": "megastream"}'
             )
         loop(self, *args, **named)
 
-    return run_busy_loop
+    return run
+
+
+def _start(core: Any, config: Any, records: Callable[[Any], bool], wire: Wired) -> None:
+    """What breaks off here is ended by the core's own shutdown, see `_unwiring`."""
+    core.megastream = port = VllmCorePort(core, config.parallel_config.world_size, records=records(config))
+    port.install()
+    compat_core.wrap_scheduler(
+        core, lambda schedule: _stamping(schedule, port), lambda update: _checking(core, update, port)
+    )
+    core.megastream_end = wire(config, port)
 
 
 def _stamping(schedule: Callable[..., Any], port: VllmCorePort) -> Callable[..., Any]:
@@ -111,19 +123,19 @@ def _checking(core: Any, update: Callable[..., Any], port: VllmCorePort) -> Call
 
 
 def _labelling(attach: Callable[..., None]) -> Callable[..., None]:
-    def _attach_weight_version(self: Any, outputs: dict[int, Any]) -> None:
+    def label(self: Any, outputs: dict[int, Any]) -> None:
         if self.megastream is None:
             attach(self, outputs)
         else:
-            compat.label_outputs(outputs, self.megastream_output_label)
+            compat_core.label_outputs(outputs, self.megastream_output_label)
 
-    return _attach_weight_version
+    return label
 
 
 def _refusing_when_poisoned(add: Callable[..., None]) -> Callable[..., None]:
     def add_request(self: Any, request: Any, *args: Any, **named: Any) -> None:
         if self.megastream is not None and self.megastream.poisoned:
-            compat.refuse_retryable(self, request.request_id, request.client_index)
+            compat_core.refuse_retryable(self, request.request_id, request.client_index)
         else:
             add(self, request, *args, **named)
 
@@ -131,57 +143,59 @@ def _refusing_when_poisoned(add: Callable[..., None]) -> Callable[..., None]:
 
 
 def _relabelling(set_version: Callable[..., None]) -> Callable[..., None]:
-    def set_weight_version(self: Any, weight_version: str) -> None:
+    def relabel(self: Any, weight_version: str) -> None:
         set_version(self, weight_version)
         if self.megastream is not None:
             self.megastream.ask_ranks("label", {"label": weight_version})
             self.megastream.set_live(weight_version)
 
-    return set_weight_version
+    return relabel
 
 
 def _running_commands(handle: Callable[..., None]) -> Callable[..., None]:
-    def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
-        if request_type == compat.COMMAND:
+    def handle_input(self: Any, request_type: Any, request: Any) -> None:
+        if request_type == compat_core.COMMAND:
             request()
         else:
             handle(self, request_type, request)
 
-    return _handle_client_request
+    return handle_input
 
 
 def _draining_when_idle(process: Callable[..., None]) -> Callable[..., None]:
-    def _process_input_queue(self: Any) -> None:
+    def wait_for_input(self: Any) -> None:
         if self.megastream is not None:
             self.megastream.drain_when_idle()
         process(self)
 
-    return _process_input_queue
+    return wait_for_input
 
 
 def _unwiring(shutdown: Callable[..., None]) -> Callable[..., None]:
-    def shutdown_core(self: Any) -> None:
+    def end(self: Any) -> None:
         port, self.megastream = self.megastream, None
-        if port is not None:
-            self.megastream_end()
-        shutdown(self)
-        if port is not None:
-            port.close()
+        unwire, self.megastream_end = self.megastream_end, None
+        with ExitStack() as last:  # in reverse: what is ours first, but vLLM's workers go before the board they write
+            if port is not None:
+                last.callback(port.close)
+            last.callback(shutdown, self)
+            if unwire is not None:
+                last.callback(unwire)
 
-    return shutdown_core
+    return end
 
 
 def _guarding_native_calls(call: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(
         self: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self.megastream is None or method not in NATIVE_CALLS:
+        if self.megastream is None or method not in (*NATIVE_CALLS, *NEVER_SERVED):
             return call(self, method, timeout, args, kwargs)
         info = {**dict(kwargs or {})}
         _refuse_early(self, method, info, args)
         result = call(self, method, timeout, args, kwargs)
         if method == "update_weights":
-            _conclude(self.megastream, int(info["update_info"]["version"]))
+            _conclude(self.megastream, info["update_info"]["version"])
         return result
 
     return collective_rpc
@@ -189,15 +203,19 @@ def _guarding_native_calls(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_early(core: Any, method: str, info: dict[str, Any], args: tuple[Any, ...]) -> None:
     """Everything that a worker would raise about is refused here, where it has one reply (see hooks.Guard)."""
-    if method == "start_draft_weight_update":
-        raise UpdateRefused(f"{method}: megastream has no draft model; use start_weight_update")
+    if method in NEVER_SERVED:
+        raise UpdateRefused(f"{method}: {NEVER_SERVED[method]}")
     if method == "init_weight_transfer_engine":
-        if info.get("init_info") or any(args):
-            raise UpdateRefused(f"{method}: megastream takes no init_info; a trainer attaches over the control plane")
+        if info != {"init_info": {}} or args:
+            raise UpdateRefused(
+                f"{method}: megastream takes no init_info but {{}}; a trainer attaches over the control plane"
+            )
         return
-    if method == "update_weights" and set(info.get("update_info", {})) - {"deadline_s"} != {"version"}:
-        raise UpdateRefused(f'{method}: give {{"update_info": {{"version": V}}}}, got {info or args}')
-    if not compat.is_paused(core):
+    if method == "update_weights":
+        _refuse_update_info(info, args)
+    elif info or args:
+        raise UpdateRefused(f"{method}: takes no arguments, got {info or args}")
+    if not compat_core.is_paused(core):
         raise UpdateRefused(
             f'{method}: the engine is not paused; call pause(mode="keep", clear_cache=False) first, '
             "or stream: streamed versions need no pause"
@@ -211,6 +229,24 @@ def _refuse_early(core: Any, method: str, info: dict[str, Any], args: tuple[Any,
         if reply["active"] != (method != "start_weight_update"):
             state = "a" if reply["active"] else "no"
             raise UpdateRefused(f"{method}: {state} weight update is active on engine rank {reply['rank']}")
+
+
+def _refuse_update_info(info: dict[str, Any], args: tuple[Any, ...]) -> None:
+    given = info.get("update_info")
+    if (
+        args
+        or set(info) != {"update_info"}
+        or not isinstance(given, dict)
+        or set(given) - {"deadline_s"} != {"version"}
+    ):
+        raise UpdateRefused(f'update_weights: give {{"update_info": {{"version": V}}}}, got {info or args}')
+    version, deadline_s = given["version"], given.get("deadline_s", 1)
+    if type(version) is not int or version < 0:
+        raise UpdateRefused(f"update_weights: version must be a whole number from 0 on, got {version!r}")
+    if type(deadline_s) not in (int, float) or not 0 < deadline_s <= MAX_DEADLINE_S:
+        raise UpdateRefused(
+            f"update_weights: deadline_s must be above 0 and at most {MAX_DEADLINE_S:g} s, got {deadline_s!r}"
+        )
 
 
 def _conclude(port: VllmCorePort, version: int) -> None:

@@ -8,25 +8,28 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from megastream.engine.vllm import compat
+
 logger = logging.getLogger("vllm.megastream")
 
 
-def wrap_method(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Replaces `owner.name` (a class's or an instance's) by `make(original)`, once; False when it is absent."""
+def wrap_method(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces `owner.name` (a class's or an instance's) by `make(original)`, once. UnsupportedVersion without one."""
     original = getattr(owner, name, None)
     if original is None:
-        return False
+        raise missing(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
     if not getattr(original, "megastream", False):
         replacement = make(original)
         functools.update_wrapper(replacement, original)
         replacement.megastream = True  # type: ignore[attr-defined]
         setattr(owner, name, replacement)
-    return True
 
 
-def add_attribute(owner: Any, name: str, value: Any) -> None:
-    """Gives a class of vLLM an attribute of ours."""
-    setattr(owner, name, value)
+def missing(method: str) -> compat.UnsupportedVersion:
+    """The error about a method that is not there to be wrapped."""
+    return compat.UnsupportedVersion(
+        f"vLLM {compat.version_text()} has no {method}, which megastream wraps; install a version that the tests run"
+    )
 
 
 class Guard:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from megastream.engine.contract import CommitRequest
-from megastream.engine.vllm import compat
+from megastream.engine.vllm import compat_core
 from megastream.engine.vllm.board import Board
 from megastream.engine.vllm.spans import SpanBook
 from megastream.engine.vllm.worker import FIRST_LABEL
@@ -47,13 +47,13 @@ class VllmCorePort:
     # -- any thread
 
     def commit(self, request: CommitRequest, done: Callable[[tuple[RankCommit, ...]], None]) -> None:
-        compat.enqueue(self._core, partial(self._commit, request, done))
+        compat_core.enqueue(self._core, partial(self._commit, request, done))
 
     def call_ranks(self, op: str, payload: dict[str, Any], done: Callable[[tuple[dict[str, Any], ...]], None]) -> None:
-        compat.enqueue(self._core, partial(self._call_ranks, op, payload, done))
+        compat_core.enqueue(self._core, partial(self._call_ranks, op, payload, done))
 
     def poison(self, reason: str) -> None:
-        compat.enqueue(self._core, partial(self.become_poisoned, reason))
+        compat_core.enqueue(self._core, partial(self.become_poisoned, reason))
 
     def live_version(self) -> int:
         return self._version
@@ -67,7 +67,7 @@ class VllmCorePort:
             if not reply["ok"]:
                 raise RuntimeError(f"megastream cannot start on engine rank {reply['rank']}: {reply['error']}")
         self._board.unlink()
-        compat.set_label(self._core, self._label)
+        compat_core.set_label(self._core, self._label)
 
     def close(self) -> None:
         self._board.close()
@@ -79,10 +79,10 @@ class VllmCorePort:
 
     def ask_ranks(self, op: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
         """An ordered call that waits for all replies."""
-        return list(self._core.model_executor.collective_rpc(WORKER_METHOD, args=(op, payload)))
+        return compat_core.call_workers(self._core, WORKER_METHOD, (op, payload))
 
     def _commit(self, request: CommitRequest, done: Callable[[tuple[RankCommit, ...]], None]) -> None:
-        future = compat.ordered_call(self._core, WORKER_METHOD, ("commit", asdict(request)))
+        future = compat_core.ordered_call(self._core, WORKER_METHOD, ("commit", asdict(request)))
         # From here on: what is scheduled next runs behind the commit on every rank.
         self.set_live(request.label)
         self._watch(future, partial(self._committed, request, done))
@@ -109,7 +109,7 @@ class VllmCorePort:
             lost = [{"ok": False, "rank": rank, "error": error} for rank in range(self._num_ranks)]
             done(tuple(replies or lost))
 
-        self._watch(compat.ordered_call(self._core, WORKER_METHOD, (op, payload)), answered)
+        self._watch(compat_core.ordered_call(self._core, WORKER_METHOD, (op, payload)), answered)
 
     def _watch(self, future: Future[list[Any]], answered: Callable[[list[Any] | None, str], None]) -> None:
         def completed(finished: Future[list[Any]]) -> None:
@@ -121,7 +121,7 @@ class VllmCorePort:
 
     def drain_when_idle(self) -> None:
         """Reads the replies that no step will read any more, before the core waits for input."""
-        if self._open and not self._core.has_work():
+        if self._open and not compat_core.has_work(self._core):
             for future in self._open:
                 with suppress(RuntimeError, TimeoutError):
                     future.result()
@@ -131,12 +131,12 @@ class VllmCorePort:
         """From the next scheduled batch on, stamps say `label`."""
         self._label = label
         self._version = int(label) if label.isdecimal() else self._version
-        compat.set_label(self._core, label)
+        compat_core.set_label(self._core, label)
 
     def stamp(self, batch: Any) -> None:
         """Called for every batch as it is scheduled."""
         self._step += 1
-        compat.stamp(batch, (self._step, self._version, self._label))
+        compat_core.stamp(batch, (self._step, self._version, self._label))
         self.spans.forget(batch.finished_req_ids)
 
     def check_reports(self) -> None:
@@ -150,7 +150,7 @@ class VllmCorePort:
 
     def record(self, batch: Any, outputs: dict[int, Any]) -> str:
         """Called for every output; returns the version that made its tokens."""
-        stamp = compat.stamp_of(batch)
+        stamp = compat_core.stamp_of(batch)
         assert stamp is not None
         step, _, label = stamp
         new_tokens = self.spans.add(label, outputs)
@@ -161,7 +161,7 @@ class VllmCorePort:
     def become_poisoned(self, reason: str) -> None:
         """Aborts all requests as retryable; a step of theirs that is under way then has nobody to give tokens to."""
         self._poison = reason
-        aborted = compat.finish_all_retryable(self._core)
+        aborted = compat_core.finish_all_retryable(self._core)
         logger.error("engine poisoned, %d requests aborted as retryable: %s", aborted, reason)
 
     def recover(self) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from megastream.engine.contract import CommitRequest, WholeLoad
 from megastream.engine.digest import tensor_digest
-from megastream.engine.vllm import compat, hooks
+from megastream.engine.vllm import compat, compat_core, hooks
 from megastream.engine.vllm.board import BoardSlot
 from megastream.engine.vllm.live import VllmLiveModel
 from megastream.protocol.records import PlanKind, RankCommit
@@ -56,7 +56,7 @@ class RankState:
         """Starts comparing: wraps this worker's execute_model, opens the board."""
         self._slot = BoardSlot(board, self.rank)
         self._records = [] if records else None
-        hooks.wrap_method(worker, "execute_model", self._with_check)
+        compat_core.wrap_step(worker, self._with_check)
 
     def _with_check(self, execute_model: Callable[..., Any]) -> Callable[..., Any]:
         def checked(batch: Any, *args: Any, **named: Any) -> Any:
@@ -67,7 +67,7 @@ class RankState:
 
     def compare(self, batch: Any) -> None:
         """Reports a batch that was stamped with another version than the one that is live here. Never raises."""
-        stamp = compat.stamp_of(batch)
+        stamp = compat_core.stamp_of(batch)
         if stamp is None:
             return
         self.step, _, label = stamp
@@ -79,18 +79,26 @@ class RankState:
                 self._slot.report()
             logger.error("step %d is stamped %s, but rank %d holds %s", self.step, label, self.rank, self.label)
 
-    def commit(self, request: CommitRequest) -> RankCommit:
-        """Commits what the agent has sealed for `request`; the reply's stall is all time spent in the call."""
+    def commit(self, payload: dict[str, Any]) -> RankCommit:
+        """Commits what the agent has sealed for CommitRequest(**payload). Never raises.
+
+        The reply's stall is all time that the call took on this thread. From the first copy on until all of them are
+        made, the live version is unknown: weights of a commit that broke off belong to no version.
+        """
         started = time.perf_counter()
-        if self.agent is None:
-            return RankCommit(rank=self.rank, ok=False, stall_s=0.0, step=self.step, error="no agent is attached")
         reply = RankCommit(rank=self.rank, ok=False, stall_s=0.0, step=self.step)
         with hooks.Guard() as guard, torch.no_grad():
+            if self.agent is None:
+                raise RuntimeError("no agent is attached")
+            request = CommitRequest(**payload)
+            self.label = UNKNOWN_LABEL
             reply = self.agent.commit(request)
-        if reply.ok:
-            self.label = request.label
+            if reply.ok:
+                self.label = request.label
         stall_s, error = time.perf_counter() - started, guard.error or reply.error
-        return msgspec.structs.replace(reply, rank=self.rank, stall_s=stall_s, step=self.step, error=error)
+        return msgspec.structs.replace(
+            reply, rank=self.rank, ok=reply.ok and not error, stall_s=stall_s, step=self.step, error=error
+        )
 
     def relabel(self, label: str) -> None:
         """Renames the live weights, unless it is unknown what they are."""
@@ -124,15 +132,24 @@ def megastream_call(worker: Any, op: str, payload: dict[str, Any]) -> Any:
 
     `commit` replies a RankCommit, everything else a dict with `ok`, `rank`, `error` and what the operation adds.
     """
-    engine: Any = compat.transfer_engine(worker)
-    state: RankState = engine.state
+    engine = compat.transfer_engine(worker)
+    state = getattr(engine, "state", None)
+    if not isinstance(state, RankState):
+        return _no_backend(worker, op)
     if op == "commit":
-        return state.commit(CommitRequest(**payload))
+        return state.commit(payload)
     result: dict[str, Any] = {}
     with hooks.Guard() as guard, torch.no_grad():
         result = _run(worker, engine, state, op, payload)
     error = guard.error or result.get("error", "")
     return {**result, "ok": not error, "rank": state.rank, "error": error}
+
+
+def _no_backend(worker: Any, op: str) -> Any:
+    rank, error = compat.rank_of(worker), "this worker's weight transfer backend is not megastream"
+    if op == "commit":
+        return RankCommit(rank=rank, ok=False, stall_s=0.0, step=0, error=error)
+    return {"ok": False, "rank": rank, "error": error}
 
 
 def _run(worker: Any, engine: Any, state: RankState, op: str, payload: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,134 @@
+"""What is wrapped around vLLM's core and workers, without an engine: starts that break off, refusals, replies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers.engine import set_environment
+
+set_environment()
+
+from megastream.engine.contract import CommitRequest  # noqa: E402
+from megastream.engine.vllm import compat, compat_core, core  # noqa: E402
+from megastream.engine.vllm.worker import RankState, megastream_call  # noqa: E402
+from megastream.protocol.records import RankCommit  # noqa: E402
+
+
+def test_a_method_that_vllm_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the plugin, and once more in the backend's constructor: vLLM only logs what a plugin raises."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    compat_core.check_methods()
+    with pytest.raises(compat.UnsupportedVersion, match="has no SimpleNamespace.execute_model"):
+        compat_core.wrap_step(SimpleNamespace(), lambda original: original)
+    monkeypatch.delattr(EngineCore, "_attach_weight_version")
+    with pytest.raises(compat.UnsupportedVersion, match="has no EngineCore._attach_weight_version"):
+        compat_core.check_methods()
+    monkeypatch.setattr(compat.vllm, "__version__", "0.26.0")
+    compat_core.check_methods()
+    monkeypatch.delattr(EngineCoreProc, "_process_input_queue")
+    with pytest.raises(compat.UnsupportedVersion, match="0.26.0 has no EngineCoreProc._process_input_queue"):
+        compat_core.wrap_core({})
+
+
+def test_what_breaks_off_at_the_start_is_its_own_error_and_vllm_still_shuts_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[str] = []
+    config = SimpleNamespace(
+        weight_transfer_config=SimpleNamespace(backend="megastream"),
+        parallel_config=SimpleNamespace(world_size=1),
+        additional_config={},
+    )
+    fake: Any = SimpleNamespace(
+        vllm_config=config,
+        megastream=None,
+        megastream_end=None,
+        scheduler=SimpleNamespace(schedule=print, update_from_output=print),
+        model_executor=SimpleNamespace(collective_rpc=lambda method, args: [{"ok": True, "rank": 0, "error": ""}]),
+    )
+
+    def no_control_plane(config: Any, port: Any) -> Any:
+        raise OSError("the control plane is away")
+
+    run = core._with_port(lambda self: None, lambda config: False, no_control_plane)
+    with pytest.raises(OSError, match="the control plane is away"):
+        run(fake)
+    core._unwiring(lambda self: ended.append("vllm"))(fake)
+    assert ended == ["vllm"] and fake.megastream is None
+
+    def failing_end() -> None:
+        ended.append("ours")
+        raise OSError("the log is gone")
+
+    core._with_port(lambda self: None, lambda config: False, lambda config, port: failing_end)(fake)
+    with pytest.raises(OSError, match="the log is gone"):
+        core._unwiring(lambda self: ended.append("vllm"))(fake)
+    assert ended == ["vllm", "ours", "vllm"]
+
+
+@pytest.mark.parametrize(
+    ("info", "named"),
+    [
+        ({"update_info": {"version": "7"}}, "whole number .* got '7'"),
+        ({"update_info": {"version": True}}, "whole number .* got True"),
+        ({"update_info": {"version": -1}}, "whole number .* got -1"),
+        ({"update_info": {"version": 7, "deadline_s": float("inf")}}, "at most 3600 s, got inf"),
+        ({"update_info": {"version": 7, "deadline_s": 0}}, "above 0"),
+        ({"update_info": {"version": 7, "deadline_s": "1"}}, "above 0"),
+        ({"update_info": None}, "give "),
+        ({"update_info": [{"version": 7}]}, "give "),
+        ({"update_info": {"version": 7}, "more": 1}, "give "),
+        ({}, "give "),
+    ],
+)
+def test_bad_update_info_is_refused_before_a_worker_sees_it(info: dict[str, Any], named: str) -> None:
+    def call(self: Any, method: str, timeout: Any, args: Any, kwargs: Any) -> None:
+        pytest.fail("a worker was called")
+
+    guarded = core._guarding_native_calls(call)
+    with pytest.raises(core.UpdateRefused, match=named):
+        guarded(SimpleNamespace(megastream=object()), "update_weights", kwargs=info)
+
+
+class FixedAgent:
+    """Replies what it is told to."""
+
+    def __init__(self, reply: RankCommit | Exception):
+        self.reply = reply
+
+    def commit(self, request: CommitRequest) -> RankCommit:
+        if isinstance(self.reply, Exception):
+            raise self.reply
+        return self.reply
+
+
+def test_no_worker_call_raises_and_a_broken_commit_leaves_no_label() -> None:
+    request = {"attachment": "a", "incarnation": 1, "version": 3, "attempt": 1}
+    state: Any = RankState(0)
+    worker = SimpleNamespace(rank=0, weight_transfer_engine=SimpleNamespace(state=state))
+
+    def commit(payload: dict[str, Any]) -> tuple[RankCommit, str]:
+        reply = megastream_call(worker, "commit", payload)
+        return reply, state.label
+
+    reply, label = commit(request)
+    assert (reply.ok, label) == (False, "0") and "no agent" in reply.error
+    state.agent = FixedAgent(RankCommit(rank=0, ok=True, stall_s=0.0, step=0))
+    reply, label = commit({"nonsense": 1})
+    assert (reply.ok, label) == (False, "0") and "nonsense" in reply.error
+    assert commit(request)[1] == "3"
+    for broken in (RankCommit(rank=0, ok=False, stall_s=0.0, step=0, error="half"), RuntimeError("half")):
+        state.agent = FixedAgent(broken)
+        reply, label = commit({**request, "version": 4})
+        assert (reply.ok, label) == (False, "?") and "half" in reply.error
+    state.relabel("4")
+    assert state.label == "?"
+    for other in (None, SimpleNamespace()):
+        stranger = SimpleNamespace(rank=1, weight_transfer_engine=other)
+        assert megastream_call(stranger, "commit", request).error.endswith("is not megastream")
+        reply = megastream_call(stranger, "status", {})
+        assert (reply["ok"], reply["rank"]) == (False, 1)
