@@ -2,7 +2,8 @@
 
 Entry point `vllm.general_plugins`. `vllm serve MODEL --weight-transfer-config '{"backend": "megastream"}'` just serves;
 with `--additional-config '{"megastream": {"control_url": ..., "run_id": ..., "engine": ...}}'` every worker starts a
-rank agent and the engine core a coordinator, and a trainer can attach.
+rank agent and the engine core a coordinator, and a trainer can attach. Under `settings` stand the fields of
+engine.settings.EngineSettings, for example `"settings": {"commit_s": 30, "staging_sets": 1}`.
 """
 
 from __future__ import annotations
@@ -42,25 +43,38 @@ class PluginSettings:
     """How long a lost control plane is tried again."""
     records: bool = False
     """Keep per-step records of versions and batches, fetched by the core utility `megastream_records`."""
+    settings: EngineSettings = EngineSettings()
+    """Times and memory of agents and coordinator; each of its fields can be given."""
 
     @property
     def attachable(self) -> bool:
         return bool(self.control_url)
 
 
-def read_settings(vllm_config: Any) -> PluginSettings:
-    """ValueError names an unknown key and the nearest known one, or a key that is missing."""
+def read_settings(vllm_config: Any, *, pin_memory: bool = False) -> PluginSettings:
+    """ValueError names an unknown key and the nearest known one, a key that is missing, or a value out of range.
+
+    `pin_memory` is what holds where nothing is said about it.
+    """
     given = dict((vllm_config.additional_config or {}).get("megastream", {}))
-    known = [field.name for field in fields(PluginSettings)]
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
-            raise ValueError(f"unknown key megastream.{key} in --additional-config; the nearest known key is {near}")
-    settings = PluginSettings(**given)
+    limits = given.pop("settings", {})
+    _refuse_unknown(given, PluginSettings, "megastream")
+    if not isinstance(limits, dict):
+        raise ValueError(f"megastream.settings in --additional-config must be an object, got {limits!r}")
+    _refuse_unknown(limits, EngineSettings, "megastream.settings")
+    settings = PluginSettings(**given, settings=EngineSettings(**{"pin_memory": pin_memory, **limits}))
     for key in ("run_id", "engine"):
         if settings.attachable and not getattr(settings, key):
             raise ValueError(f"--additional-config has megastream.control_url but no megastream.{key}")
     return settings
+
+
+def _refuse_unknown(given: dict[str, Any], kind: type, where: str) -> None:
+    known = [field.name for field in fields(kind)]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+            raise ValueError(f"unknown key {where}.{key} in --additional-config; the nearest known key is {near}")
 
 
 def register() -> None:
@@ -81,7 +95,7 @@ class WiredEngine(MegastreamEngine):
     _close_wires: Callable[[], None] | None = None
 
     def start_agent(self, live: VllmLiveModel) -> Agent | None:
-        settings = read_settings(self.vllm_config)
+        settings = read_settings(self.vllm_config, pin_memory=self.device.type == "cuda")
         if not settings.attachable:
             return None
         log = RedisLog(settings.control_url, settings.run_id, reconnect_s=settings.reconnect_s)
@@ -93,7 +107,7 @@ class WiredEngine(MegastreamEngine):
             world_size=self.parallel_config.world_size,
             live=live,
             receiver=receiver,
-            settings=EngineSettings(pin_memory=self.device.type == "cuda"),
+            settings=settings.settings,
             library=f"vllm {compat.version_text()}",
         )
         agent.start()
@@ -133,7 +147,7 @@ def wire_core(vllm_config: Any, port: VllmCorePort) -> Callable[[], None]:
         engine=settings.engine,
         world_size=vllm_config.parallel_config.world_size,
         core=port,
-        settings=EngineSettings(),
+        settings=settings.settings,
     )
     coordinator.start()
 

@@ -10,7 +10,11 @@ class EngineSettings:
     """Times in seconds. The defaults suit a run; tests shorten them."""
 
     staging_sets: int = 2
-    """Versions that may be in staging at once, on every rank. Each costs one copy of the rank's weights in memory."""
+    """Versions that may be in staging at once, on every rank. Each costs one copy of the rank's weights in host memory.
+
+    A complete version costs a second copy until it is live, where preparing it makes one: on a GPU all of it, in the
+    GPU's memory; on CPU the packed weights, which are most of it.
+    """
     pin_memory: bool = False
     """Page-lock staging, for engines that copy from it to a GPU."""
     bind_s: float = 120.0
@@ -31,5 +35,10 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "pin_memory" and value <= 0:
-                raise ValueError(f"engine setting {field.name} must be above 0, got {value}")
+            if field.type == "bool":
+                if type(value) is not bool:
+                    raise ValueError(f"engine setting {field.name} must be true or false, got {value!r}")
+            elif type(value) not in ((int,) if field.type == "int" else (int, float)):
+                raise ValueError(f"engine setting {field.name} must be a number ({field.type}), got {value!r}")
+            elif not 0 < value < float("inf"):
+                raise ValueError(f"engine setting {field.name} must be above 0 and finite, got {value}")

@@ -15,6 +15,7 @@ set_environment()
 from megastream import vllm_entry  # noqa: E402
 from megastream.engine.contract import LiveModelError  # noqa: E402
 from megastream.engine.digest import tensor_digest  # noqa: E402
+from megastream.engine.settings import EngineSettings  # noqa: E402
 from megastream.engine.vllm import buffers, compat, cpu_repairs, refusals  # noqa: E402
 from megastream.engine.vllm.board import Board, BoardSlot  # noqa: E402
 from megastream.engine.vllm.hooks import Guard  # noqa: E402
@@ -145,6 +146,27 @@ def test_settings_name_the_nearest_key() -> None:
         read(recods=True)
     with pytest.raises(ValueError, match="no megastream.engine"):
         read(control_url="unix:///x", run_id="r")
+
+
+def test_engine_settings_can_be_given() -> None:
+    def read(settings: Any, **defaults: Any) -> EngineSettings:
+        config = SimpleNamespace(additional_config={"megastream": {"settings": settings}})
+        return vllm_entry.read_settings(config, **defaults).settings
+
+    assert read({}) == EngineSettings()
+    assert read({"commit_s": 7, "staging_sets": 1}) == EngineSettings(commit_s=7, staging_sets=1)
+    assert read({}, pin_memory=True).pin_memory and not read({"pin_memory": False}, pin_memory=True).pin_memory
+    for wrong, named in (
+        ({"comit_s": 7}, "megastream.settings.comit_s .*nearest known key is commit_s"),
+        ({"commit_s": 0}, "commit_s must be above 0"),
+        ({"commit_s": float("inf")}, "commit_s must be above 0 and finite"),
+        ({"commit_s": "7"}, "commit_s must be a number"),
+        ({"staging_sets": 1.5}, "staging_sets must be a number"),
+        ({"pin_memory": 1}, "pin_memory must be true or false"),
+        ([], "must be an object"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            read(wrong)
 
 
 def test_spans_join_steps_and_leave_with_the_last_output() -> None:
