@@ -160,7 +160,7 @@ class Sealed(_Record, frozen=True, kw_only=True, tag="sealed"):
 
 
 class RankCommit(msgspec.Struct, frozen=True):
-    """One rank's part of a commit. `stall_s`: time the worker spent in the commit call."""
+    """One rank's part of a commit. `stall_s`: the worker's time in the call, which on a GPU only enqueues copies."""
 
     rank: int
     ok: bool

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.engine import set_environment
 
@@ -13,6 +14,7 @@ set_environment()
 
 from megastream.engine.contract import CommitRequest  # noqa: E402
 from megastream.engine.vllm import compat, compat_core, core  # noqa: E402
+from megastream.engine.vllm.commit_times import CommitTimes  # noqa: E402
 from megastream.engine.vllm.worker import RankState, megastream_call  # noqa: E402
 from megastream.protocol.records import RankCommit  # noqa: E402
 
@@ -108,7 +110,7 @@ class FixedAgent:
 
 def test_no_worker_call_raises_and_a_broken_commit_leaves_no_label() -> None:
     request = {"attachment": "a", "incarnation": 1, "version": 3, "attempt": 1}
-    state: Any = RankState(0)
+    state: Any = RankState(0, torch.device("cpu"))
     worker = SimpleNamespace(rank=0, weight_transfer_engine=SimpleNamespace(state=state))
 
     def commit(payload: dict[str, Any]) -> tuple[RankCommit, str]:
@@ -132,3 +134,40 @@ def test_no_worker_call_raises_and_a_broken_commit_leaves_no_label() -> None:
         assert megastream_call(stranger, "commit", request).error.endswith("is not megastream")
         reply = megastream_call(stranger, "status", {})
         assert (reply["ok"], reply["rank"]) == (False, 1)
+
+
+class FakeEvent:
+    """torch.cuda.Event on a device whose clock a test sets."""
+
+    now_ms = 0.0
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_ms = FakeEvent.now_ms
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_device_time_of_a_commit_is_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    times = CommitTimes(torch.device("cuda"))
+    with times.measure("1"):
+        pass
+    assert times.take() == [], "not kept unless records are"
+    times.kept = True
+    with pytest.raises(RuntimeError), times.measure("2") as span:
+        FakeEvent.now_ms = 40
+        raise RuntimeError
+    (found,) = times.take()
+    assert (found.label, found.device_s) == ("2", 0.04) and 0 < found.host_s == span.host_s < 0.04
+    on_cpu = CommitTimes(torch.device("cpu"))
+    on_cpu.kept = True
+    with on_cpu.measure("3"):
+        pass
+    assert [time.device_s for time in on_cpu.take()] == [None]

@@ -176,17 +176,26 @@ def test_spans_join_steps_and_leave_with_the_last_output() -> None:
         )
         return {0: SimpleNamespace(outputs=[one])}
 
+    def shown(request_id: str) -> bool:
+        return request_id == "stops"
+
     book = SpanBook()
-    assert book.add("3", output("a", 2)) == {"a": 2}
-    assert book.add("3", output("a", 1)) == {"a": 1}
-    assert book.add("4", output("a", 0)) == {}
+    assert book.add("3", output("a", 2), shown) == {"a": 2}
+    assert book.add("3", output("a", 1), shown) == {"a": 1}
+    assert book.add("4", output("a", 0), shown) == {}
     last = output("a", 1, "stop")
-    book.add("5", last)
+    book.add("5", last, shown)
     spans = [{"version": "3", "start": 0, "end": 3}, {"version": "5", "start": 3, "end": 4}]
     assert last[0].outputs[0].kv_transfer_params == {"k": 1, "weight_versions": spans}
-    book.add("5", output("b", 1))
+    book.add("5", output("b", 1), shown)
+    assert book.carried("b") == {"weight_versions": [{"version": "5", "start": 0, "end": 1}]}
     book.forget(["b"])
-    assert book.add("6", output("b", 1, "stop")) == {"b": 1}
+    assert book.add("6", output("b", 1, "stop"), shown) == {"b": 1}
+    early, later = output("stops", 1), output("stops", 1)
+    book.add("6", early, shown)
+    book.add("6", later, shown)  # an output that is still being encoded does not change
+    ends = [one[0].outputs[0].kv_transfer_params["weight_versions"][0]["end"] for one in (early, later)]
+    assert ends == [1, 2]
 
 
 def test_board_carries_reports_and_leaves_nothing() -> None:

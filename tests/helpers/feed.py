@@ -171,7 +171,7 @@ def feed_late_labels(core: Any, late: bool) -> None:
         core.feed_told = port._label
 
         def late_record(batch: Any, outputs: dict[int, Any]) -> str:
-            port.spans.add(core.feed_told, outputs)
+            port.spans.add(core.feed_told, outputs, lambda request_id: False)
             return core.feed_told
 
         port.record = late_record

@@ -54,7 +54,7 @@ class MegastreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         compat_core.check_methods()
         cpu_repairs.check()
         self.live = VllmLiveModel(model, vllm_config)
-        self.state = RankState(self.live.rank)
+        self.state = RankState(self.live.rank, device)
         self.state.live = self.live
         self.state.agent = self.start_agent(self.live)
         self._failure = ""

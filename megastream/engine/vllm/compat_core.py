@@ -126,23 +126,33 @@ def enqueue(core: Any, command: Callable[[], None]) -> None:
     core.input_queue.put_nowait((COMMAND, command))
 
 
-def finish_all_retryable(core: Any) -> int:
-    """Ends every request with finish reason `error`, which vLLM defines as retryable. Returns their number."""
+def has_stop_strings(core: Any, request_id: str) -> bool:
+    """True for a running request that vLLM's front end ends when its text says so."""
+    request = core.scheduler.requests.get(request_id)
+    parameters = None if request is None else request.sampling_params
+    return parameters is not None and bool(parameters.stop)
+
+
+def finish_all_retryable(core: Any, carried: Callable[[str], dict[str, Any]]) -> int:
+    """Ends every request with finish reason `error`, which vLLM defines as retryable. Returns their number.
+
+    `carried(request_id)` are the kv_transfer_params of its last output.
+    """
     from vllm.v1.request import RequestStatus
 
     scheduler = core.scheduler
     alive = [(r.request_id, r.client_index) for r in scheduler.requests.values() if not r.is_finished()]
     scheduler.finish_requests([request_id for request_id, _ in alive], RequestStatus.FINISHED_ERROR)
     for request_id, client_index in alive:
-        refuse_retryable(core, request_id, client_index)
+        refuse_retryable(core, request_id, client_index, carried(request_id))
     return len(alive)
 
 
-def refuse_retryable(core: Any, request_id: str, client_index: int) -> None:
+def refuse_retryable(core: Any, request_id: str, client_index: int, carried: dict[str, Any] | None = None) -> None:
     """Answers one request with finish reason `error`."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-    output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
+    output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, kv_transfer_params=carried)
     core.output_queue.put_nowait((client_index, EngineCoreOutputs(finished_requests={request_id}, outputs=[output])))
 
 

@@ -153,7 +153,7 @@ class VllmCorePort:
         stamp = compat_core.stamp_of(batch)
         assert stamp is not None
         step, _, label = stamp
-        new_tokens = self.spans.add(label, outputs)
+        new_tokens = self.spans.add(label, outputs, partial(compat_core.has_stop_strings, self._core))
         if self._keeps_records:
             self._records.append((step, label, new_tokens))
         return label
@@ -161,7 +161,7 @@ class VllmCorePort:
     def become_poisoned(self, reason: str) -> None:
         """Aborts all requests as retryable; a step of theirs that is under way then has nobody to give tokens to."""
         self._poison = reason
-        aborted = compat_core.finish_all_retryable(self._core)
+        aborted = compat_core.finish_all_retryable(self._core, self.spans.carried)
         logger.error("engine poisoned, %d requests aborted as retryable: %s", aborted, reason)
 
     def recover(self) -> None:
@@ -172,7 +172,11 @@ class VllmCorePort:
         self._reports = self._board.reports()
 
     def take_records(self) -> dict[str, Any]:
-        """Batches (step, stamp, new tokens per request) and every rank's (step, live version) since the last call."""
+        """What happened since the last call.
+
+        `batches`: (step, stamp, new tokens per request); per rank, in rank order, `ranks`: (step, live version) of each
+        batch, and `commits`: (version, seconds on the host, seconds on the GPU or None), see CommitTime.
+        """
         if not self._keeps_records:
             raise RuntimeError('no records are kept; start the engine with {"megastream": {"records": true}}')
         replies = self.ask_ranks("records", {})
@@ -180,4 +184,5 @@ class VllmCorePort:
             if not reply["ok"]:
                 raise RuntimeError(f"engine rank {reply['rank']}: {reply['error']}")
         batches, self._records = self._records, []
-        return {"steps": self._step, "batches": batches, "ranks": [reply["records"] for reply in replies]}
+        ranks, commits = [[reply[key] for reply in replies] for key in ("records", "commits")]
+        return {"steps": self._step, "batches": batches, "ranks": ranks, "commits": commits}

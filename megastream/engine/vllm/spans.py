@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 KEY = "weight_versions"
@@ -11,15 +11,18 @@ KEY = "weight_versions"
 class SpanBook:
     """Open spans of all running requests.
 
-    When a request ends, its spans leave with its last output under `kv_transfer_params`, the one field that vLLM 0.26
-    to 0.32 carry to every route (completions, chat, generate): `{"weight_versions": [{"version", "start", "end"}]}`,
-    in the form of vLLM 0.32's own CompletionOutput.weight_versions.
+    A request's spans leave under `kv_transfer_params`, the one field that vLLM 0.26 to 0.32 carry to every route
+    (completions, chat, generate): `{"weight_versions": [{"version", "start", "end"}]}`, in the form of vLLM 0.32's own
+    CompletionOutput.weight_versions. They are on the output that ends the request, also when it ends with an error. A
+    request with stop strings is ended by vLLM's front end, on an output of which the core cannot know that it is the
+    last, so each of its outputs carries the spans so far. A request that its client aborts gets its last output
+    from the front end alone: only vLLM 0.32's own field has its spans.
     """
 
     def __init__(self) -> None:
         self._spans: dict[str, list[dict[str, Any]]] = {}
 
-    def add(self, label: str, outputs: dict[int, Any]) -> dict[str, int]:
+    def add(self, label: str, outputs: dict[int, Any], has_stop_strings: Callable[[str], bool]) -> dict[str, int]:
         """Books one step's outputs (per client) under `label`; returns the new tokens of each request."""
         counts: dict[str, int] = {}
         for client_outputs in outputs.values():
@@ -29,10 +32,15 @@ class SpanBook:
                 if count:
                     counts[output.request_id] = count
                     _extend(spans, label, count)
+                if output.finish_reason is not None or has_stop_strings(output.request_id):
+                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), **self.carried(output.request_id)}
                 if output.finish_reason is not None:
-                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: spans}
                     del self._spans[output.request_id]
         return counts
+
+    def carried(self, request_id: str) -> dict[str, Any]:
+        """The spans of a request so far, as its output carries them: a copy, outputs are encoded in another thread."""
+        return {KEY: [dict(span) for span in self._spans.get(request_id, ())]}
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drops requests that ended without an output of their own (aborted)."""

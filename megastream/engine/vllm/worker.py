@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any, Protocol
 
 import msgspec
@@ -14,6 +14,7 @@ from megastream.engine.contract import CommitRequest, WholeLoad
 from megastream.engine.digest import tensor_digest
 from megastream.engine.vllm import compat, compat_core, hooks
 from megastream.engine.vllm.board import BoardSlot
+from megastream.engine.vllm.commit_times import CommitTimes
 from megastream.engine.vllm.live import VllmLiveModel
 from megastream.protocol.records import PlanKind, RankCommit
 
@@ -42,8 +43,9 @@ class Agent(Protocol):
 class RankState:
     """One rank's live version, its step count and its records. Worker thread only."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, device: torch.device):
         self.rank = rank
+        self.times = CommitTimes(device)
         self.label = FIRST_LABEL
         self.live: VllmLiveModel | None = None
         self.agent: Agent | None = None
@@ -56,6 +58,7 @@ class RankState:
         """Starts comparing: wraps this worker's execute_model, opens the board."""
         self._slot = BoardSlot(board, self.rank)
         self._records = [] if records else None
+        self.times.kept = records
         compat_core.wrap_step(worker, self._with_check)
 
     def _with_check(self, execute_model: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,12 +85,12 @@ class RankState:
     def commit(self, payload: dict[str, Any]) -> RankCommit:
         """Commits what the agent has sealed for CommitRequest(**payload). Never raises.
 
-        The reply's stall is all time that the call took on this thread. From the first copy on until all of them are
-        made, the live version is unknown: weights of a commit that broke off belong to no version.
+        The reply's stall is all time that the call took on this thread; on a GPU the copies follow behind it, see
+        CommitTime. From the first copy on until all of them are made, the live version is unknown: weights of a commit
+        that broke off belong to no version.
         """
-        started = time.perf_counter()
         reply = RankCommit(rank=self.rank, ok=False, stall_s=0.0, step=self.step)
-        with hooks.Guard() as guard, torch.no_grad():
+        with self.times.measure(str(payload.get("version"))) as time, hooks.Guard() as guard, torch.no_grad():
             if self.agent is None:
                 raise RuntimeError("no agent is attached")
             request = CommitRequest(**payload)
@@ -95,9 +98,9 @@ class RankState:
             reply = self.agent.commit(request)
             if reply.ok:
                 self.label = request.label
-        stall_s, error = time.perf_counter() - started, guard.error or reply.error
+        error = guard.error or reply.error
         return msgspec.structs.replace(
-            reply, rank=self.rank, ok=reply.ok and not error, stall_s=stall_s, step=self.step, error=error
+            reply, rank=self.rank, ok=reply.ok and not error, stall_s=time.host_s, step=self.step, error=error
         )
 
     def relabel(self, label: str) -> None:
@@ -162,7 +165,7 @@ def _run(worker: Any, engine: Any, state: RankState, op: str, payload: dict[str,
     if op == "status":
         return {"label": state.label, "step": state.step, "differences": state.differences}
     if op == "records":
-        return {"records": state.take_records()}
+        return {"records": state.take_records(), "commits": [astuple(time) for time in state.times.take()]}
     if op == "digest":
         return {"label": state.label, "digests": state.digests(payload.get("names"))}
     if op == "inventory":
