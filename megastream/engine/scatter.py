@@ -23,10 +23,10 @@ def target_region(flat: torch.Tensor, copy: Copy) -> torch.Tensor:
     return flat.as_strided(copy.shape, copy.target_strides, flat.storage_offset() + copy.target_offset)
 
 
-def scatter(piece: Piece, payload: torch.Tensor, buffer_of: Callable[[str], torch.Tensor]) -> None:
+def scatter(piece: Piece, payload: torch.Tensor, buffer_of: Callable[[str], torch.Tensor]) -> int:
     """Writes a piece's payload (1-D uint8, at least `num_bytes` long) into the flat buffers that its copies name.
 
-    Copies lie in the payload one behind the other, each row-major in its own shape.
+    Copies lie in the payload one behind the other, each row-major in its own shape. Returns the elements written.
     """
     elements = payload[: piece.num_bytes].view(torch_dtype(piece.dtype))
     begin = 0
@@ -34,3 +34,4 @@ def scatter(piece: Piece, payload: torch.Tensor, buffer_of: Callable[[str], torc
         end = begin + prod(copy.shape)
         target_region(buffer_of(copy.target_buffer), copy).copy_(elements[begin:end].view(copy.shape))
         begin = end
+    return begin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,8 @@ class StreamSink:
         self._table = StagingTable(terms, plan, layout.rank, settings.staging_sets)
         self._memory = StagingMemory(layout, self._copies, settings.staging_sets, pin_memory=settings.pin_memory)
         self._prepared: dict[Key, Any] = {}
+        self._written: Counter[Key] = Counter()
+        """Elements that lie in staging, counted as they were written."""
         self._changed = threading.Condition()
         self._comparison: Comparison | None = None
 
@@ -54,12 +57,15 @@ class StreamSink:
                     )
             if admission.verdict is Verdict.TAKE:
                 self._memory.buffers(admission.slot)
+                self._trim()
             return admission.verdict is Verdict.TAKE
 
     def write(self, header: PieceHeader, payload: torch.Tensor) -> None:
         with self._changed:
             buffers = self._memory.buffers(self._table.slot_of(_key(header)))
-        scatter(self._plan.pieces[header.seq], payload, buffers.__getitem__)
+        written = scatter(self._plan.pieces[header.seq], payload, buffers.__getitem__)
+        with self._changed:
+            self._written[_key(header)] += written
 
     def lost(self, header: PieceHeader) -> None:
         with self._changed:
@@ -74,18 +80,18 @@ class StreamSink:
             self._changed.notify_all()
             if not complete:
                 return
-            buffers = self._memory.buffers(self._table.slot_of(key))
+            buffers, elements = self._memory.buffers(self._table.slot_of(key)), self._written[key]
         begin = time.monotonic()
         try:
             prepared = self._live.prepare(buffers)
             with self._changed:
                 self._prepared[key] = prepared
-                self._prepared = {k: p for k, p in self._prepared.items() if self._table.is_sealed(k)}
+                self._trim()
         finally:
             with self._changed:
                 self._table.release(key)
                 self._changed.notify_all()
-        self._sealed(key, self._table.num_elements, time.monotonic() - begin)
+        self._sealed(key, elements, time.monotonic() - begin)
 
     def accepted(self, version: int, attempt: int) -> None:
         with self._changed:
@@ -96,6 +102,7 @@ class StreamSink:
         del reason  # nobody waits here for what the end could explain: a lane's thread meets its own error
         with self._changed:
             self._table.end()
+            self._trim()
             self._changed.notify_all()
 
     def commit(self, request: CommitRequest) -> str:
@@ -106,7 +113,8 @@ class StreamSink:
             if prepared is None:
                 staged = ", ".join(map(str, self._prepared)) or "none"
                 return f"version {key.version}, attempt {key.attempt} is not prepared here; prepared are: {staged}"
-            self._table.hold(key)
+            if not self._table.hold(key):
+                return f"version {key.version}, attempt {key.attempt} has left staging"
         try:
             error = self._write_live(prepared)
             if error:  # absolute values from pinned staging: repeating is safe, whatever the first try left behind
@@ -133,8 +141,14 @@ class StreamSink:
 
     def _forget(self, version: int) -> None:
         self._table.committed(version)
-        self._prepared = {key: prepared for key, prepared in self._prepared.items() if key.version > version}
+        self._trim()
         self._changed.notify_all()
+
+    def _trim(self) -> None:
+        """What was kept for a version goes with its staging: committed, overtaken, withdrawn or broken off."""
+        staged = self._table.staged
+        self._prepared = {key: prepared for key, prepared in self._prepared.items() if key in staged}
+        self._written = Counter({key: count for key, count in self._written.items() if key in staged})
 
     def _write_live(self, prepared: Any) -> str:
         try:

@@ -95,11 +95,12 @@ class TrainerBook:
         self.emitted = {key: value for key, value in self.emitted.items() if key > (version, attempt)}
         for rank, record in sorted(emitted.items()):
             pieces = plan.by_source.get(rank, ())
-            planned = (len(pieces), sum(piece.num_elements for piece in pieces))
-            if (record.pieces, record.elements) != planned:
+            elements, num_bytes = sum(p.num_elements for p in pieces), sum(p.num_bytes for p in pieces)
+            if (record.pieces, record.elements, record.payload_bytes) != (len(pieces), elements, num_bytes):
                 raise ProtocolError(
                     f"version {version}, attempt {attempt}: trainer rank {rank} emitted {record.pieces} pieces with "
-                    f"{record.elements} elements, the plan has {planned[0]} pieces with {planned[1]} elements"
+                    f"{record.elements} elements in {record.payload_bytes} bytes, the plan has {len(pieces)} pieces "
+                    f"with {elements} elements in {num_bytes} bytes"
                 )
         return WeightsReady(
             attachment=self.attachment,

@@ -80,11 +80,6 @@ class StagingTable:
         self._ended = False
 
     @property
-    def num_elements(self) -> int:
-        """Elements that this rank needs for one version."""
-        return sum(self._need.values())
-
-    @property
     def staged(self) -> tuple[Key, ...]:
         """Versions in staging, oldest first."""
         return tuple(sorted(self._sets))
@@ -193,7 +188,9 @@ class StagingTable:
         if staged is not None:
             staged.users -= 1
             return
-        dead = next(dead for dead in self._dying if dead.key == key)
+        dead = next((dead for dead in self._dying if dead.key == key), None)
+        if dead is None:
+            raise ProtocolError(f"{key} is released on engine rank {self.rank}, where nobody holds it")
         dead.users -= 1
         if not dead.users:
             self._dying.remove(dead)

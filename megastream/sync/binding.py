@@ -20,7 +20,8 @@ from megastream.protocol.journal import Journal, SyncError
 from megastream.protocol.lane import SendLane
 from megastream.protocol.records import Attach, Bound, LanesOpen, PlanKind, TrainerReady
 from megastream.protocol.terms import ProtocolError
-from megastream.trainer.emit import Emitter, MakeHeader
+from megastream.trainer.emit import Emitter
+from megastream.trainer.outgoing import MakeHeader
 from megastream.trainer.settings import TrainerSettings
 from megastream.transport import gloo
 

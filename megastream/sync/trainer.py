@@ -28,18 +28,11 @@ from megastream.protocol.book import TrainerBook
 from megastream.protocol.control import ControlError, ControlLog
 from megastream.protocol.journal import EnginePoisoned, Journal, SyncError
 from megastream.protocol.lane import LaneError
-from megastream.protocol.records import (
-    Accepted,
-    Attach,
-    Attached,
-    Committed,
-    Emitted,
-    Failed,
-    PlanKind,
-    TrainingFinished,
-)
+from megastream.protocol.records import Attach, Attached, Committed, Failed, PlanKind
+from megastream.sync import records
 from megastream.sync.binding import Binder, TrainerModel
-from megastream.trainer.emit import EmitError, EmitReport, Emitter
+from megastream.trainer.emit import Emitter
+from megastream.trainer.outgoing import EmitError, EmitReport
 from megastream.trainer.settings import TrainerSettings
 
 T = TypeVar("T")
@@ -62,6 +55,8 @@ class TrainerSync:
         self._attach: Attach | None = None
         self._version, self._attempt, self._train_step = -1, 0, 0
         self._accepted = False
+        self._held: list[str] = []
+        """Final buckets of a version of kind `whole` that is not accepted yet."""
         self._ended = False
         self._closer: threading.Thread | None = None
         self._error: SyncError | None = None
@@ -111,14 +106,7 @@ class TrainerSync:
         self._join()
         attach = self._bound
         if self.rank == 0:
-            self._log.append(
-                TrainingFinished(
-                    attachment=attach.attachment,
-                    incarnation=attach.incarnation,
-                    version=self.next_version - 1,
-                    reason=reason,
-                )
-            )
+            self._log.append(records.training_finished(attach, self.next_version - 1, reason))
         self._wait(
             lambda: self._book.detached,
             self._settings.detach_s,
@@ -135,7 +123,7 @@ class TrainerSync:
             self._emitter.close()
             self._emitter = None
         if self._closer is not None:
-            self._closer.join(self._settings.transfer_s)
+            self._closer.join(CAUSE_S)  # the emitter is closed: nothing is left to wait for
         if self._journal is not None:
             self._journal.stop()
 
@@ -144,34 +132,37 @@ class TrainerSync:
     def begin(self, version: int, train_step: int) -> None:
         """Opens a version before its optimizer step; the same number again opens its next attempt.
 
-        Blocks until the engine has acknowledged the version before (backpressure).
+        Blocks until the engine has acknowledged the version before (backpressure), or what was on the way of the
+        attempt before, which is withdrawn.
         """
         self._join()
         expected = self.next_version
         if version != expected:
             raise ValueError(f"{self._who} begins version {version}, but version {expected} is next")
+        if version == self._version:
+            self._withdraw()
         self._attempt = self._attempt + 1 if version == self._version else 0
         self._version, self._train_step, self._accepted = version, train_step, False
         self._emit(lambda emitter: emitter.begin(version, self._attempt))
 
     def final(self, buffer: str) -> None:
-        """The bucket's bytes are final and stay until `wait_leases`. Returns at once; for the stepper's `on_final`."""
-        assert self._emitter is not None, "attach first"
-        self._emitter.final(buffer)
+        """The bucket's bytes are final and stay until `wait_leases`. Returns at once; for the stepper's `on_final`.
+
+        With kind `whole` nothing leaves before `accept`: a paused engine takes accepted versions only.
+        """
+        if self._bound.kind == "whole" and not self._accepted:
+            self._held.append(buffer)
+        else:
+            self._final(buffer)
 
     def accept(self) -> None:
         """The step counts: the open attempt is this version. All ranks call it; rank 0 says so."""
         self._accepted = True
         if self.rank == 0:
-            self._log.append(
-                Accepted(
-                    attachment=self._bound.attachment,
-                    incarnation=self._bound.incarnation,
-                    version=self._version,
-                    attempt=self._attempt,
-                    train_step=self._train_step,
-                )
-            )
+            self._log.append(records.accepted(self._bound, self._version, self._attempt, self._train_step))
+        held, self._held = self._held, []
+        for buffer in held:
+            self._final(buffer)
 
     def finish(self) -> None:
         """Every bucket of the accepted version was said to be final. Returns at once; the rest goes on behind.
@@ -227,26 +218,25 @@ class TrainerSync:
         version, attempt, train_step = self._version, self._attempt, self._train_step
         try:
             report = self._emit(lambda emitter: emitter.drain(self._settings.transfer_s))
-            self.reports.append(report)
-            self._log.append(self._emitted(report))
+            self._emitted(report)
             if self.rank == 0:
                 self._post_manifest(version, attempt, train_step)
         except (SyncError, ControlError, ValueError) as error:
             self._error = error if isinstance(error, SyncError) else self._failed(str(error))
 
-    def _emitted(self, report: EmitReport) -> Emitted:
-        return Emitted(
-            attachment=self._bound.attachment,
-            incarnation=self._bound.incarnation,
-            version=report.version,
-            attempt=report.attempt,
-            rank=self.rank,
-            pieces=report.pieces,
-            payload_bytes=report.payload_bytes,
-            wire_bytes=report.wire_bytes,
-            elements=report.elements,
-            wait_s=report.wait_s,
-        )
+    def _emitted(self, report: EmitReport) -> None:
+        self.reports.append(report)
+        self._log.append(records.emitted(self._bound, self.rank, report))
+
+    def _final(self, buffer: str) -> None:
+        self._emit(lambda emitter: emitter.final(buffer))
+
+    def _withdraw(self) -> None:
+        """The open attempt does not count; what went out of it is said, so that it shows as wasted."""
+        self._held = []
+        report = self._emit(lambda emitter: emitter.withdraw(self._settings.transfer_s))
+        if report.pieces:
+            self._emitted(report)
 
     def _post_manifest(self, version: int, attempt: int, train_step: int) -> None:
         book = self._book
@@ -272,7 +262,10 @@ class TrainerSync:
     def _join(self) -> None:
         """Waits for the version before, and raises what went wrong with it."""
         if self._closer is not None:
-            self._closer.join()  # ends by itself: every wait in it has a deadline
+            limit = 2 * self._settings.transfer_s + CAUSE_S  # its own waits end before: the drain, then the manifest
+            self._closer.join(limit)
+            if self._closer.is_alive():
+                raise self._failed(f"{self._who} waited {limit:g} s for version {self._version} to be acknowledged")
             self._closer = None
         if self._error is not None:
             raise self._error

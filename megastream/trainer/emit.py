@@ -7,10 +7,10 @@ thread only says which bucket is final; it waits in `wait_packed` before it chan
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
@@ -18,55 +18,14 @@ import torch
 import xxhash
 
 from megastream.plan.types import Piece, Plan
-from megastream.protocol.header import PieceHeader
 from megastream.protocol.lane import SendLane
+from megastream.trainer.outgoing import EmitError, EmitReport, Filled, MakeHeader, by_buffer, traffic
 from megastream.trainer.pack import Packer
 
-MakeHeader = Callable[[Piece, int, int, int], PieceHeader]
-"""(piece, version, attempt, checksum) -> header."""
+CLOSE_GRACE_S = 5.0
+"""What closing allows beyond the deadline of the one send that may be under way, in seconds."""
 
-
-class EmitError(RuntimeError):
-    """Pieces cannot go out: a lane failed, a deadline passed, or calls came in the wrong order."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmitReport:
-    """What left this rank for one (version, attempt). `wire_bytes` is payload plus headers, counted at the transport.
-
-    `wait_s` is the time the packing thread waited for a free slot (backpressure).
-    """
-
-    version: int
-    attempt: int
-    pieces: int
-    payload_bytes: int
-    wire_bytes: int
-    elements: int
-    wait_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """A packed piece on its way to a lane."""
-
-    piece: Piece
-    header: PieceHeader
-    slot: torch.Tensor
-
-
-class _Caught:
-    """Around a thread's work: whatever it raises goes to `keep`, for the thread that can be told."""
-
-    def __init__(self, keep: Callable[[BaseException], None]) -> None:
-        self._keep = keep
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if error is not None:
-            self._keep(error)
-        return True
+logger = logging.getLogger(__name__)
 
 
 class Emitter:
@@ -91,7 +50,7 @@ class Emitter:
     ) -> None:
         self._rank, self._buffers, self._lanes = rank, buffers, dict(lanes)
         self._make_header, self._deadline_s = make_header, deadline_s
-        self._pieces = _by_buffer(plan.by_source.get(rank, ()), buffers, self._lanes, rank)
+        self._pieces = by_buffer(plan.by_source.get(rank, ()), buffers, self._lanes, rank)
         self._slots_per_target = slots_per_target
         self._condition = threading.Condition()
         self._version, self._attempt = -1, -1
@@ -100,12 +59,14 @@ class Emitter:
         self._unacknowledged: dict[int, int] = {}
         self._packing = ""
         self._wait_s = 0.0
-        self._wire_before = 0
-        self._error: BaseException | None = None
+        self._elements = 0
+        self._before = traffic(self._lanes)
+        self._withdrawn = False
+        self._error: Exception | None = None
         self._closing = False
         self._final: queue.SimpleQueue[tuple[str, torch.cuda.Event | None] | None] = queue.SimpleQueue()
         self._free: dict[int, list[torch.Tensor]] = {}
-        self._outgoing: dict[int, queue.SimpleQueue[_Filled | None]] = {t: queue.SimpleQueue() for t in self._lanes}
+        self._outgoing: dict[int, queue.SimpleQueue[Filled | None]] = {t: queue.SimpleQueue() for t in self._lanes}
         self._start_threads()
 
     # ---- the training thread's calls ---------------------------------------------------------------------------
@@ -119,10 +80,12 @@ class Emitter:
             self._raise_error()
             left = sum(self._unacknowledged.values())
             if left and self._missing != set(self._pieces):
-                raise EmitError(f"rank {self._rank}: version {self._version} still has {left} pieces out; drain first")
+                raise EmitError(
+                    f"rank {self._rank}: version {self._version} still has {left} pieces out; drain or withdraw first"
+                )
             self._unacknowledged = {}
-            self._version, self._attempt, self._wait_s = version, attempt, 0.0
-            self._wire_before = self._wire_bytes()
+            self._version, self._attempt, self._wait_s, self._elements = version, attempt, 0.0, 0
+            self._before = traffic(self._lanes)
             self._missing = set(self._pieces)
             for pieces in self._pieces.values():
                 for piece in pieces:
@@ -151,29 +114,44 @@ class Emitter:
         self._wait(lambda: not self._leases, deadline_s, "wait_packed")
 
     def drain(self, deadline_s: float | None = None) -> EmitReport:
-        """Blocks until the engine acknowledged every piece of the open version; the report counts them."""
+        """Blocks until the engine acknowledged every piece of the open version; the report says what went out."""
         self._wait(lambda: not any(self._unacknowledged.values()), deadline_s, "drain")
-        pieces = [piece for group in self._pieces.values() for piece in group]
-        return EmitReport(
-            self._version,
-            self._attempt,
-            pieces=len(pieces),
-            payload_bytes=sum(piece.num_bytes for piece in pieces),
-            wire_bytes=self._wire_bytes() - self._wire_before,
-            elements=sum(piece.num_elements for piece in pieces),
-            wait_s=self._wait_s,
-        )
+        return self._report()
+
+    def withdraw(self, deadline_s: float | None = None) -> EmitReport:
+        """Takes the open version back: what is on a lane arrives, nothing follows it, leases end. Blocks for that.
+
+        The report says what went out in vain. The engine drops it when the next attempt comes.
+        """
+        with self._condition:
+            self._withdrawn = True
+            for name in self._missing:
+                for piece in self._pieces[name]:
+                    self._unacknowledged[piece.target] -= 1
+            self._missing.clear()
+            self._condition.notify_all()
+        try:
+            self._wait(lambda: not self._leases and not any(self._unacknowledged.values()), deadline_s, "withdraw")
+        finally:
+            self._withdrawn = False
+        return self._report()
 
     def close(self) -> None:
-        """Ends all threads and closes the lanes, whatever happened before. Blocks for one send at most. Idempotent."""
+        """Ends all threads and closes the lanes, whatever happened before. Blocks for one send at most. Idempotent.
+
+        A thread that outlasts its send's deadline is named in the log; closing the lanes then breaks its send off.
+        """
         with self._condition:
             self._closing = True
             self._condition.notify_all()
         self._final.put(None)
         for outgoing in self._outgoing.values():
             outgoing.put(None)
+        until = monotonic() + self._deadline_s + CLOSE_GRACE_S
         for thread in self._threads:
-            thread.join()
+            thread.join(max(until - monotonic(), 0.0))
+            if thread.is_alive():
+                logger.error("rank %d: thread %s did not end; %s", self._rank, thread.name, self._state())
         for lane in self._lanes.values():
             lane.close()
 
@@ -190,10 +168,18 @@ class Emitter:
             thread.start()
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        with _Caught(self._fail):
+        """Whatever ends a thread early goes to the thread that trains; only what has no name here is on stderr too."""
+        error: Exception | None = EmitError("its thread broke off, the traceback is on stderr")
+        try:
             work()
+            error = None
+        except (RuntimeError, ValueError) as known:  # lanes, torch, headers
+            error = known
+        finally:
+            if error is not None:
+                self._fail(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: Exception) -> None:
         with self._condition:
             self._error = self._error or error
             self._condition.notify_all()
@@ -211,42 +197,56 @@ class Emitter:
         while (entry := self._final.get()) is not None:
             name, event = entry
             for piece in self._pieces[name]:
-                slot = self._take_slot(piece)
-                if slot is None:
+                if (slot := self._take_slot(piece)) is not None:
+                    self._pack(packer, piece, event, slot)
+                elif self._closing or self._error:
                     return
-                packer.fill(piece, self._buffers[name], event, slot)
-                checksum = xxhash.xxh3_64_intdigest(slot[: piece.num_bytes].numpy().data)
-                header = self._make_header(piece, self._version, self._attempt, checksum)
-                self._outgoing[piece.target].put(_Filled(piece, header, slot))
+                else:
+                    self._done(piece.target)
             with self._condition:
                 self._leases.discard(name)
                 self._condition.notify_all()
 
+    def _pack(self, packer: Packer, piece: Piece, event: torch.cuda.Event | None, slot: torch.Tensor) -> None:
+        packer.fill(piece, self._buffers[piece.source_buffer], event, slot)
+        checksum = xxhash.xxh3_64_intdigest(slot[: piece.num_bytes].numpy().data)
+        header = self._make_header(piece, self._version, self._attempt, checksum)
+        self._outgoing[piece.target].put(Filled(piece, header, slot))
+
     def _take_slot(self, piece: Piece) -> torch.Tensor | None:
-        """A free slot of the piece's target; None when the emitter ends."""
+        """A free slot of the piece's target; None when the version was withdrawn, or the emitter ends."""
         started = monotonic()
         with self._condition:
             self._packing = f"{piece.source_buffer} (unit {piece.unit}) to engine rank {piece.target}"
             free = self._free[piece.target]
-            self._condition.wait_for(lambda: free or self._closing or self._error, self._deadline_s)
+            self._condition.wait_for(lambda: free or self._withdrawn or self._closing or self._error, self._deadline_s)
             self._wait_s += monotonic() - started
-            if self._closing or self._error:
-                return None
-            if not free:
+            if not free and not (self._withdrawn or self._closing or self._error):
                 raise EmitError(f"rank {self._rank}: no slot came free within {self._deadline_s} s; {self._state()}")
             self._packing = ""
-            return free.pop()
+            return None if self._withdrawn or self._closing or self._error else free.pop()
 
     def _send_all(self, target: int) -> None:
         lane = self._lanes[target]
         while (filled := self._outgoing[target].get()) is not None:
             if self._closing or self._error:
                 return
-            lane.send(filled.header, filled.slot[: filled.piece.num_bytes], self._deadline_s)
+            elements = 0
+            if not self._withdrawn:
+                before = lane.counters.payload_bytes
+                lane.send(filled.header, filled.slot[: filled.piece.num_bytes], self._deadline_s)
+                dtype: torch.dtype = getattr(torch, filled.piece.dtype)
+                elements = (lane.counters.payload_bytes - before) // dtype.itemsize
             with self._condition:
                 self._free[target].append(filled.slot)
-                self._unacknowledged[target] -= 1
-                self._condition.notify_all()
+            self._done(target, elements)
+
+    def _done(self, target: int, elements: int = 0) -> None:
+        """A piece is acknowledged, or dropped with its version."""
+        with self._condition:
+            self._elements += elements
+            self._unacknowledged[target] -= 1
+            self._condition.notify_all()
 
     # ---- waiting -----------------------------------------------------------------------------------------------
 
@@ -276,18 +276,16 @@ class Emitter:
         if self._closing:
             raise EmitError(f"rank {self._rank}: the emitter is closed")
 
-    def _wire_bytes(self) -> int:
-        return sum(lane.counters.payload_bytes + lane.counters.header_bytes for lane in self._lanes.values())
-
-
-def _by_buffer(
-    pieces: tuple[Piece, ...], buffers: Mapping[str, torch.Tensor], lanes: Mapping[int, SendLane], rank: int
-) -> dict[str, list[Piece]]:
-    groups: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        if piece.source_buffer not in buffers:
-            raise EmitError(f"rank {rank}: the plan sends {piece.source_buffer}, which this rank does not hold")
-        if piece.target not in lanes:
-            raise EmitError(f"rank {rank}: the plan sends to engine rank {piece.target}, but there is no lane to it")
-        groups.setdefault(piece.source_buffer, []).append(piece)
-    return groups
+    def _report(self) -> EmitReport:
+        """What the lanes counted since `begin`; nothing of it is read from the plan."""
+        now = traffic(self._lanes)
+        pieces, payload_bytes, header_bytes = (after - before for after, before in zip(now, self._before, strict=True))
+        return EmitReport(
+            self._version,
+            self._attempt,
+            pieces=pieces,
+            payload_bytes=payload_bytes,
+            wire_bytes=payload_bytes + header_bytes,
+            elements=self._elements,
+            wait_s=self._wait_s,
+        )

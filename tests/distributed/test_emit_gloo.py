@@ -25,7 +25,8 @@ from megastream.rl import oracle
 from megastream.trainer import model
 from megastream.trainer.adapter import MegatronAdapter, mesh_coords
 from megastream.trainer.config import TrainerConfig
-from megastream.trainer.emit import EmitReport, Emitter
+from megastream.trainer.emit import Emitter
+from megastream.trainer.outgoing import EmitReport
 from megastream.transport.gloo import GlooReceiver, connect
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import (

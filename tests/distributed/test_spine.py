@@ -12,7 +12,15 @@ import msgspec
 import pytest
 import torch
 
-from megastream.protocol.records import Attached, Committed, Detached, Failed, Poisoned, TrainingFinished
+from megastream.engine import stream
+from megastream.protocol.records import (
+    Attached,
+    Committed,
+    Detached,
+    Failed,
+    Poisoned,
+    TrainingFinished,
+)
 from megastream.sync import SyncError, TrainerSync, binding
 from megastream.transport.gloo_lane import GlooReceiveLane
 from tests.helpers.fake_trainer import FakeTrainer, train_step
@@ -110,6 +118,21 @@ def test_a_transport_that_says_yes_and_writes_nothing_is_found_at_attach(monkeyp
     with engine("tp1 pp2") as e:
         assert "tensors differ on engine rank" in str(train(e.store, steps(1), settings=trainer_settings("a"))[0])
         assert e.core.commits == []
+
+
+def test_staging_that_leaves_elements_out_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sealed is counted as it is written, so a piece that is written in part contradicts the manifest."""
+    honest = stream.scatter
+
+    def partial(piece: Any, payload: torch.Tensor, buffer_of: Any) -> int:
+        short = replace(piece, copies=piece.copies[:-1])
+        return honest(short if piece.seq == 3 else piece, payload, buffer_of)
+
+    monkeypatch.setattr(stream, "scatter", partial)
+    with engine("tp1 pp2") as e:
+        outcomes = train(e.store, steps(1), settings=trainer_settings("a"))
+        assert re.search(r"version 0: \d+ elements sealed, its manifest says \d+", str(outcomes[0])), outcomes
+        assert e.records(Attached) == [] and e.core.commits == []
 
 
 @pytest.mark.parametrize(

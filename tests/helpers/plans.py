@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megastream.plan.types import Copy, Piece, Plan
 from megastream.protocol.header import PieceHeader
+from megastream.protocol.records import Attach
 from megastream.protocol.terms import Terms
 
 TERMS = Terms(run_id="run", attachment="i1", incarnation=1, kind="stream", plan_digest="digest", base_version=0)
@@ -49,3 +52,10 @@ def header_of(piece: Piece, version: int, attempt: int = 0, terms: Terms = TERMS
         num_bytes=piece.num_bytes,
         checksum=checksum,
     )
+
+
+def attach_record(incarnation: int = 1, base: int = 0, **changes: Any) -> Attach:
+    fields = dict(kind="stream", family="qwen3_moe", finality="pipelined", piece_bytes=1, experts_per_unit=1)
+    fields = {**fields, "engine": "e", "trainer_world_size": 1, "train_step": 0, **changes}
+    name = fields.pop("attachment", f"i{incarnation}")
+    return Attach(attachment=name, incarnation=incarnation, base_version=base, **fields)

@@ -160,7 +160,7 @@ def test_no_manifest_for_a_version_that_was_not_emitted_as_planned() -> None:
     book = TrainerBook("i1", "e", trainer_ranks=2, engine_ranks=2)
 
     def emit(rank: int, pieces: int, elements: int) -> None:
-        sizes = dict(pieces=pieces, elements=elements, payload_bytes=0, wire_bytes=0, wait_s=0.0)
+        sizes = dict(pieces=pieces, elements=elements, payload_bytes=2 * elements, wire_bytes=0, wait_s=0.0)
         book.take(Emitted(attachment="i1", incarnation=1, version=1, attempt=0, rank=rank, **sizes))
 
     assert book.not_emitted(1, 0) == ["trainer rank 0", "trainer rank 1"]
@@ -169,7 +169,7 @@ def test_no_manifest_for_a_version_that_was_not_emitted_as_planned() -> None:
     assert book.manifest(plan, 1, 1, 0, train_step=9).elements == 12
     emit(0, 4, 6)
     emit(1, 0, 0)
-    with pytest.raises(ProtocolError, match="trainer rank 1 emitted 0 pieces with 0 elements, the plan has 4 pieces"):
+    with pytest.raises(ProtocolError, match="rank 1 emitted 0 pieces with 0 elements in 0 bytes, the plan has 4"):
         book.manifest(plan, 1, 1, 0, train_step=9)
 
 

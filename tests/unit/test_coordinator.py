@@ -14,7 +14,6 @@ from megastream.engine.coordinator import Coordinator
 from megastream.engine.settings import EngineSettings
 from megastream.protocol.records import (
     Accepted,
-    Attach,
     Attached,
     Committed,
     Compared,
@@ -29,6 +28,7 @@ from megastream.protocol.records import (
     WeightsReady,
 )
 from tests.helpers.memory_log import MemoryLog, MemoryStore
+from tests.helpers.plans import attach_record
 from tests.helpers.spine import eventually
 
 SETTINGS = EngineSettings(bind_s=5, liveness_s=20, commit_s=5, detach_s=5, poll_s=0.02)
@@ -89,13 +89,6 @@ class Bench:
 
     def live(self, incarnation: int = 1) -> None:
         eventually(lambda: any(r.attachment == f"i{incarnation}" for r in self.records(Attached)))
-
-
-def attach_record(incarnation: int = 1, base: int = 0, **changes: Any) -> Attach:
-    fields = dict(kind="stream", family="qwen3_moe", finality="pipelined", piece_bytes=1, experts_per_unit=1)
-    fields = {**fields, "engine": "e", "trainer_world_size": 1, "train_step": 0, **changes}
-    name = fields.pop("attachment", f"i{incarnation}")
-    return Attach(attachment=name, incarnation=incarnation, base_version=base, **fields)
 
 
 @contextmanager

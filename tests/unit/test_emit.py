@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
@@ -12,102 +11,10 @@ import pytest
 import torch
 import xxhash
 
-from megastream.plan.types import Copy, Piece, Plan
 from megastream.protocol.header import HEADER_BYTES, PieceHeader
-from megastream.protocol.lane import LaneCounters, LaneError
-from megastream.trainer.emit import EmitError, Emitter
-
-RANK = 3
-
-
-class FakeLane:
-    """Keeps what it is given. `gate` blocks sends until it is set; `fail_at` refuses the piece with that seq."""
-
-    def __init__(self, *, open_gate: bool = True, fail_at: int | None = None) -> None:
-        self.counters, self.sent, self.closed, self.fail_at = LaneCounters(), [], 0, fail_at
-        self.gate = threading.Event()
-        if open_gate:
-            self.gate.set()
-
-    def send(self, header: PieceHeader, payload: torch.Tensor, deadline_s: float) -> None:
-        assert self.gate.wait(10)
-        if header.seq == self.fail_at:
-            raise LaneError(f"engine rank {header.target} refused piece {header.seq}: no room")
-        assert payload.dtype == torch.uint8 and payload.dim() == 1 and payload.is_contiguous()
-        self.counters.payload_bytes += payload.numel()
-        self.counters.header_bytes += HEADER_BYTES
-        self.sent.append((header, payload.clone()))
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-def piece(seq: int, target: int, buffer: str, *copies: Copy, dtype: str = "float32") -> Piece:
-    elements = sum(torch.Size(copy.shape).numel() for copy in copies)
-    size = elements * getattr(torch, dtype).itemsize
-    transform = "none" if dtype == "float32" else "cast"
-    return Piece(seq, RANK, target, buffer, "s0.l0.dense", dtype, transform, elements, size, copies)
-
-
-def rows(shape: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> Copy:
-    return Copy("t", shape, offset, strides, "live", 0, strides)
-
-
-def header_for(piece: Piece, version: int, attempt: int, checksum: int) -> PieceHeader:
-    return PieceHeader(
-        kind="piece",
-        run_id="run",
-        incarnation=1,
-        attachment="a",
-        version=version,
-        attempt=attempt,
-        unit=piece.unit,
-        plan_digest="d",
-        source=piece.source,
-        target=piece.target,
-        seq=piece.seq,
-        num_bytes=piece.num_bytes,
-        checksum=checksum,
-    )
-
-
-# Two buckets of 24 elements. Of `one`, rows go to engine rank 0 and a column block to 1; all of `two` goes to 0.
-PIECES = (
-    piece(0, 0, "one", rows((2, 4), 0, (4, 1)), rows((1, 4), 12, (4, 1))),
-    piece(1, 1, "one", rows((3, 2), 1, (4, 1))),
-    piece(2, 0, "two", rows((24,), 0, (1,)), dtype="bfloat16"),
-)
-
-
-def plan(pieces: tuple[Piece, ...] = PIECES) -> Plan:
-    return Plan("d", "stream", 4, 2, pieces, ("s0.l0.dense",), {}, {}, {})
-
-
-def buffers() -> dict[str, torch.Tensor]:
-    # The second one starts in the middle of its storage, as a bucket does.
-    return {"one": torch.arange(24.0), "two": torch.arange(100.0)[50:74]}
-
-
-@contextmanager
-def emitter(lanes: dict[int, FakeLane], **settings: Any) -> Iterator[Emitter]:
-    made = Emitter(
-        settings.pop("plan", plan()),
-        RANK,
-        settings.pop("buffers", buffers()),
-        lanes,  # type: ignore[arg-type]
-        header_for,
-        slots_per_target=settings.pop("slots", 2),
-        deadline_s=settings.pop("deadline_s", 5.0),
-    )
-    try:
-        yield made
-    finally:
-        for lane in lanes.values():
-            lane.gate.set()
-        made.close()
-        made.close()
-        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("emit-")] == []
-        assert all(lane.closed for lane in lanes.values())
+from megastream.trainer.emit import Emitter
+from megastream.trainer.outgoing import EmitError
+from tests.helpers.emit import RANK, FakeLane, buffers, emitter, header_for, many, plan
 
 
 def test_pieces_go_out_in_plan_order_with_their_bytes() -> None:
@@ -147,10 +54,6 @@ def test_reports_count_one_version_each() -> None:
     assert [report.version for report in reports] == [1, 2]
 
 
-def many(count: int) -> tuple[Piece, ...]:
-    return tuple(piece(seq, 0, "one", rows((4,), 4 * seq, (1,))) for seq in range(count))
-
-
 def test_slots_bound_what_is_packed_and_hold_the_lease() -> None:
     lane, live = FakeLane(open_gate=False), buffers()
     with emitter({0: lane}, plan=plan(many(6)), buffers=live, slots=2) as emit:
@@ -187,7 +90,10 @@ def test_no_slot_until_the_deadline_is_an_error() -> None:
             emit.wait_packed(2.0)
 
 
-@pytest.mark.parametrize("call", [lambda e: e.begin(2, 1), lambda e: e.wait_packed(), lambda e: e.drain()])
+CALLS = [lambda e: e.begin(2, 1), lambda e: e.wait_packed(), lambda e: e.drain(), lambda e: e.withdraw()]
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_a_refused_piece_reaches_every_waiting_call(call: Callable[[Emitter], Any]) -> None:
     with emitter({0: FakeLane(fail_at=3)}, plan=plan(many(6)), slots=1) as emit:
         emit.begin(1, 1)
@@ -198,14 +104,16 @@ def test_a_refused_piece_reaches_every_waiting_call(call: Callable[[Emitter], An
             call(emit)
 
 
-def test_a_header_that_cannot_be_made_reaches_the_trainer() -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("error", "words"), [(ValueError("no"), "no"), (ZeroDivisionError("no"), "its thread broke")])
+def test_a_header_that_cannot_be_made_reaches_the_trainer(error: Exception, words: str) -> None:
     def no_header(*args: Any) -> PieceHeader:
-        raise ZeroDivisionError("broken")
+        raise error
 
     emit = Emitter(plan(), RANK, buffers(), {0: FakeLane(), 1: FakeLane()}, no_header, slots_per_target=1, deadline_s=5)
     emit.begin(1, 1)
     emit.final("one")
-    with pytest.raises(EmitError, match="broken"):
+    with pytest.raises(EmitError, match=words):
         emit.wait_packed()
     emit.close()
 

@@ -1,0 +1,69 @@
+"""What the emitter hands around: a piece on its way, the report of a version, and what the lanes counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megastream.plan.types import Piece
+from megastream.protocol.header import PieceHeader
+from megastream.protocol.lane import SendLane
+
+MakeHeader = Callable[[Piece, int, int, int], PieceHeader]
+"""(piece, version, attempt, checksum) -> header."""
+
+
+class EmitError(RuntimeError):
+    """Pieces cannot go out: a lane failed, a deadline passed, or calls came in the wrong order."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmitReport:
+    """What left this rank for one (version, attempt) and was acknowledged, counted at the lanes.
+
+    `wire_bytes` is payload plus headers; `elements` is each acknowledged payload in elements of its dtype. `wait_s` is
+    the time the packing thread waited for a free slot (backpressure).
+    """
+
+    version: int
+    attempt: int
+    pieces: int
+    payload_bytes: int
+    wire_bytes: int
+    elements: int
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A packed piece on its way to a lane."""
+
+    piece: Piece
+    header: PieceHeader
+    slot: torch.Tensor
+
+
+def traffic(lanes: Mapping[int, SendLane]) -> tuple[int, int, int]:
+    """(pieces, payload bytes, header bytes) that went through the lanes of a rank since they opened."""
+    counters = [lane.counters for lane in lanes.values()]
+    return (
+        sum(each.pieces for each in counters),
+        sum(each.payload_bytes for each in counters),
+        sum(each.header_bytes for each in counters),
+    )
+
+
+def by_buffer(
+    pieces: tuple[Piece, ...], buffers: Mapping[str, torch.Tensor], lanes: Mapping[int, SendLane], rank: int
+) -> dict[str, list[Piece]]:
+    """A rank's pieces by the bucket that they are cut from. EmitError when bucket or lane of a piece is not there."""
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        if piece.source_buffer not in buffers:
+            raise EmitError(f"rank {rank}: the plan sends {piece.source_buffer}, which this rank does not hold")
+        if piece.target not in lanes:
+            raise EmitError(f"rank {rank}: the plan sends to engine rank {piece.target}, but there is no lane to it")
+        groups.setdefault(piece.source_buffer, []).append(piece)
+    return groups
