@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,9 @@ from megastream.protocol.records import (
 
 logger = logging.getLogger(__name__)
 
+CALL_GRACE_S = 5.0
+"""How much longer than the engine's own deadline a call into it may take, in seconds: its message says more."""
+
 PAUSE_SLEEP_S = 0.020
 """vLLM's `pause_generation` always ends with a sleep of this length. It is accounted apart."""
 
@@ -34,7 +37,9 @@ class EngineSyncSettings:
     """Times in seconds."""
 
     load_s: float = 600.0
-    """For one whole-model load, from the call to the last rank's report."""
+    """For one whole-model load on the slowest rank, and for any other call into the engine."""
+    report_s: float = 60.0
+    """For every rank's record of a load that has succeeded."""
     poll_s: float = 0.25
     """Longest time that one read of the log waits."""
 
@@ -63,7 +68,7 @@ class WholeUpdate:
 
 
 class PausableEngine(Protocol):
-    """What `run_whole_updates` calls; vLLM's AsyncLLM has it."""
+    """What `run_whole_updates` calls; vLLM's AsyncLLM has it. `update_weights` raises unless every rank loaded."""
 
     async def pause_generation(self, *, mode: Any, clear_cache: bool) -> None: ...
     async def start_weight_update(self) -> None: ...
@@ -131,15 +136,16 @@ class EngineSync:
         version = accepted.version
         whole.loaded.clear()
         called = time.monotonic()
-        await llm.pause_generation(mode="keep", clear_cache=False)
+        await self._call(llm.pause_generation(mode="keep", clear_cache=False), "pause", version)
         paused = time.monotonic()
-        await llm.start_weight_update()
-        await llm.update_weights(WholeRequest({"version": version, "deadline_s": self._settings.load_s}))
-        await self._all_loaded(whole, version)
+        await self._call(llm.start_weight_update(), "start the update", version)
+        request = WholeRequest({"version": version, "deadline_s": self._settings.load_s})
+        await self._call(llm.update_weights(request), "load", version)
         # Our backend has set the label already; vLLM 0.26 takes no `weight_version` here.
-        await llm.finish_weight_update()
-        await llm.resume_generation()
+        await self._call(llm.finish_weight_update(), "finish the update", version)
+        await self._call(llm.resume_generation(), "resume", version)
         resumed, visible = time.monotonic(), time.time()
+        await self._all_loaded(whole, version)
         load_s = max(record.load_s for record in whole.loaded.values())
         repair_s = max(record.repair_s for record in whole.loaded.values())
         committed = Committed(
@@ -160,19 +166,35 @@ class EngineSync:
             visible_unix_s=visible,
         )
 
-    async def _all_loaded(self, whole: _Whole, version: int) -> None:
-        """Waits for every rank's word that it loaded `version`: the calls into the engine do not say so."""
-        deadline = time.monotonic() + self._settings.load_s
-        while len(whole.loaded) < self._world_size and not whole.failed:
-            if time.monotonic() > deadline:
-                missing = [str(rank) for rank in range(self._world_size) if rank not in whole.loaded]
+    async def _call(self, call: Awaitable[None], what: str, version: int) -> None:
+        """A call into the engine, with an end. SyncError for whatever it raises: vLLM's client knows no kinds."""
+        limit = self._settings.load_s + CALL_GRACE_S
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({task}, timeout=limit)
+            if not task.done():
                 raise SyncError(
-                    f"the host waited {self._settings.load_s:g} s for engine ranks {', '.join(missing)} to load "
-                    f"version {version}; the engine stays paused"
+                    f"the host waited {limit:g} s for engine {self.engine} to {what} for version {version}; the engine "
+                    f"may be left paused"
+                )
+        finally:
+            task.cancel()
+        if (error := task.exception()) is not None:
+            raise SyncError(
+                f"engine {self.engine} could not {what} for version {version} and may be left paused: {error}"
+            ) from error
+
+    async def _all_loaded(self, whole: _Whole, version: int) -> None:
+        """Waits for what every rank says about its load. The engine runs again: nothing waits for this."""
+        deadline = time.monotonic() + self._settings.report_s
+        ranks = range(self._world_size)
+        while missing := [str(r) for r in ranks if r not in whole.loaded or whole.loaded[r].version != version]:
+            if time.monotonic() > deadline:
+                raise SyncError(
+                    f"the host waited {self._settings.report_s:g} s for engine ranks {', '.join(missing)} to say how "
+                    f"they loaded version {version}; the engine serves it"
                 )
             await self._follow()
-        if whole.failed:
-            raise SyncError(f"version {version} was not loaded, the engine stays paused: {whole.failed}")
 
     async def _follow(self) -> bool:
         """Takes what the log has; True when the followed attachment was detached."""
