@@ -1,4 +1,4 @@
-"""One engine per layout for a whole module: a start costs half a minute on two cores."""
+"""One engine per layout for all tests: a start costs half a minute on two cores."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel_size": 2},
     "tp2ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
-RUN_ID = "engine-tests"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def control_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from megastream.control.embedded import EmbeddedServer
 
@@ -31,13 +30,13 @@ def control_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 LAYOUTS = {"one": {}} if torch.cuda.device_count() == 1 else TWO_RANKS
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="session", params=LAYOUTS)
 def attachable(
     request: pytest.FixtureRequest, control_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     """A real engine that serves version 0 of the version-revealing weights; a trainer can attach over `control_url`."""
     model = write_checkpoint(tmp_path_factory.mktemp("reveal"), reveal.MOE, reveal.weights(0))
-    settings = {"control_url": control_url, "run_id": RUN_ID, "engine": request.param, "records": True}
+    settings = {"control_url": control_url, "run_id": request.param, "engine": request.param, "records": True}
     engine = Engine(model, additional_config={"megastream": settings}, **LAYOUTS[request.param])
     engine.name = request.param
     try:
@@ -46,7 +45,7 @@ def attachable(
         engine.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def engine(attachable: Engine) -> Engine:
     """The same engine with stand-in agents on its ranks: tests feed versions to it without a trainer."""
     attachable.run(attachable.ranks("feed_install"))

@@ -11,17 +11,15 @@ from tests.helpers import reveal
 from tests.helpers.engine import Engine
 from tests.helpers.traffic import commit, count, stage, traffic, update_often
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 UPDATES, TOKENS = 24, 5200
 
 
 def test_first_update_with_no_request_in_flight(engine: Engine) -> None:
-    """Committed and acknowledged within a second although the core waits for input; the first label is 0."""
+    """Committed and acknowledged within a second although the core waits for input."""
 
     async def run() -> None:
-        before = await engine.ask("before", [20] * 4, 3)
-        assert before.labels() == ["0"] * 3
         await stage(engine, 1)
         started = time.monotonic()
         await engine.core("feed_commit", 1)

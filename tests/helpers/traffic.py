@@ -74,3 +74,15 @@ def count(answers: list[Answer]) -> dict[str, int]:
         "mixed": sum(reveal.is_mixed(token) for token, _ in pairs),
         "mislabelled": sum(reveal.is_mislabelled(token, label) for token, label in pairs),
     }
+
+
+async def differing(engine: Engine, version: int) -> list[str]:
+    """Names of live buffers that are not those of `version`, over all ranks; all must have been looked at."""
+    expected = await engine.ranks("feed_expected", version)
+    live = await engine.ranks("megastream_call", "digest", {})
+    assert all(reply["ok"] for reply in live), live
+    out = []
+    for want, reply in zip(expected, live, strict=True):
+        assert want.keys() == reply["digests"].keys()
+        out += [name for name, digest in want.items() if reply["digests"][name] != digest]
+    return out
