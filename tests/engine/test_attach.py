@@ -11,7 +11,7 @@ from tests.helpers.engine import Answer, Engine
 from tests.helpers.reveal_trainer import RevealTrainer, step, training
 from tests.helpers.traffic import count, differing, traffic
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_trainer_streams_into_the_decoding_engine(attachable: Engine, control_url: str) -> None:

@@ -11,7 +11,7 @@ from tests.helpers import reveal
 from tests.helpers.engine import Engine
 from tests.helpers.traffic import commit, count, stage, traffic, update_often
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 UPDATES, TOKENS = 24, 5200
 

@@ -12,7 +12,7 @@ from tests.helpers.feed import RANDOM, version_weights
 from tests.helpers.tiny_moe import write_checkpoint
 from tests.helpers.traffic import commit, differing
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 A, B, C = RANDOM, RANDOM + 1, RANDOM + 2
 PROMPT = [31, 7, 250, 99, 3, 120]

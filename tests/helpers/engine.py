@@ -90,7 +90,7 @@ class Engine:
         async def start() -> AsyncLLM:
             return AsyncLLM.from_engine_args(arguments)
 
-        self.llm = self.run(start(), 240)
+        self.llm = self.run(start(), 420)
         # vLLM's front end pauses for a full collection of everything imported here, which looks like a stall.
         gc.collect()
         gc.freeze()
@@ -153,7 +153,7 @@ class Server:
     Started through the module behind that command, which also works where the wheel's metadata is not named `vllm`.
     """
 
-    START_S = 240.0
+    START_S = 420.0
 
     def __init__(self, model: Path, *arguments: str):
         set_environment()
