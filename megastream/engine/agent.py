@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megastream.engine.attachment import Attachment, make_attachment
-from megastream.engine.contract import CommitRequest, LiveModel, LiveModelError, WholeLoad
+from megastream.engine.contract import ENGINE_ERRORS, CommitRequest, LiveModel, LiveModelError, WholeLoad
 from megastream.engine.inlet import LaneReceiver
 from megastream.engine.settings import EngineSettings
 from megastream.engine.stream import StreamSink
@@ -144,8 +144,9 @@ class RankAgent:
             return {"done": True, "error": f"engine rank {self.rank} knows no call {op!r}"}
         try:
             return {"done": self._compare(**payload), "error": ""}
-        except (ProtocolError, LiveModelError, RuntimeError) as error:
-            return {"done": True, "error": f"engine rank {self.rank} could not compare: {error}"}
+        except ENGINE_ERRORS as error:
+            reason = f"{type(error).__name__}: {error}"
+            return {"done": True, "error": f"engine rank {self.rank} could not compare: {reason}"}
 
     def receive_whole(self, version: int, deadline_s: float) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors of `version` under their HF names, as they arrive. Only while the engine is paused."""
@@ -154,14 +155,15 @@ class RankAgent:
     def load_whole(self, version: int, deadline_s: float) -> WholeLoad:
         """Receives `version` and runs the engine's own reload on it. Only while the engine is paused; blocks.
 
-        ProtocolError when no attachment of kind `whole` is there; LaneError, LiveModelError or RuntimeError when it
-        broke off, and then the weights are not whole and the host must not resume.
+        ProtocolError when no attachment of kind `whole` is there; LaneError or one of ENGINE_ERRORS when it broke
+        off, and then the weights are not whole and the host must not resume.
         """
         current, sink = self._whole(version)
         try:
             load = self._live.load_whole(sink.receive(version, deadline_s))
-        except (RuntimeError, ValueError) as error:
-            self._fail(current.terms.attachment, f"engine rank {self.rank} could not load version {version}: {error}")
+        except ENGINE_ERRORS as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._fail(current.terms.attachment, f"engine rank {self.rank} could not load version {version}: {reason}")
             raise
         self._live_version = version
         self._outbox.post(

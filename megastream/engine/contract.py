@@ -21,6 +21,10 @@ class LiveModelError(ValueError):
     """The live model cannot be patched in place, or cannot be read. Names the tensor, the rank and the remedy."""
 
 
+ENGINE_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError, OSError)
+"""What code of an engine library raises, LiveModelError among it. Whoever calls a LiveModel catches these."""
+
+
 @dataclass(frozen=True, slots=True)
 class WholeLoad:
     """Seconds that a whole-model load took on one rank. `repair_s` is what only this platform's reload needs."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megastream.engine.compare import Comparison
-from megastream.engine.contract import CommitRequest, LiveModel, LiveModelError
+from megastream.engine.contract import ENGINE_ERRORS, CommitRequest, LiveModel
 from megastream.engine.scatter import scatter
 from megastream.engine.settings import EngineSettings
 from megastream.engine.staging import StagingMemory, copies_by_buffer
@@ -153,7 +153,7 @@ class StreamSink:
     def _write_live(self, prepared: Any) -> str:
         try:
             self._live.commit(prepared)
-        except (LiveModelError, RuntimeError) as error:
+        except ENGINE_ERRORS as error:
             return f"{type(error).__name__}: {error}"
         return ""
 

@@ -35,6 +35,8 @@ class WholeSink:
             self._need.update(_elements(piece.copies))
         self._accepted: dict[int, int] = {}
         self._window: int | None = None
+        """The version that is loaded now, until the monotonic second `_until`."""
+        self._until = 0.0
         self._partial: dict[str, torch.Tensor] = {}
         self._have: Counter[str] = Counter()
         self._complete: deque[tuple[str, torch.Tensor]] = deque()
@@ -59,6 +61,8 @@ class WholeSink:
         piece = self._plan.pieces[header.seq]
         counts = _elements(piece.copies)
         with self._changed:
+            if header.version != self._window:  # the load that took it broke off meanwhile
+                return
             for name in counts:
                 if name not in self._partial:
                     spec = self._specs[name]
@@ -66,11 +70,13 @@ class WholeSink:
             flat = {name: self._partial[name].view(-1) for name in counts}
         scatter(piece, payload, flat.__getitem__)
         with self._changed:
+            if header.version != self._window:
+                return
             self._have.update(counts)
             complete = [name for name in counts if self._have[name] == self._need[name]]
             tensors = [(name, self._partial.pop(name)) for name in complete]
         for tensor in tensors:
-            self._put(tensor)
+            self._put(tensor, header.version)
 
     def lost(self, header: PieceHeader) -> None:
         with self._changed:
@@ -99,20 +105,19 @@ class WholeSink:
 
         LaneTimeout when they are not all there after `deadline_s`; LaneError when the attachment ended meanwhile.
         """
-        deadline = time.monotonic() + deadline_s
-        self._open(version)
+        self._open(version, time.monotonic() + deadline_s)
         try:
             for done in range(len(self._need)):
-                yield self._next(version, done, deadline)
+                yield self._next(version, done)
         finally:
             self._close(version)
 
-    def _open(self, version: int) -> None:
+    def _open(self, version: int, until: float) -> None:
         with self._changed:
             self._have.clear()
             self._partial.clear()
             self._complete.clear()
-            self._window = version
+            self._window, self._until = version, until
             self._changed.notify_all()
 
     def _close(self, version: int) -> None:
@@ -123,9 +128,9 @@ class WholeSink:
             self._partial.clear()
             self._changed.notify_all()
 
-    def _next(self, version: int, done: int, deadline: float) -> tuple[str, torch.Tensor]:
+    def _next(self, version: int, done: int) -> tuple[str, torch.Tensor]:
         with self._changed:
-            there = self._changed.wait_for(lambda: self._complete or self._broken, deadline - time.monotonic())
+            there = self._changed.wait_for(lambda: self._complete or self._broken, self._until - time.monotonic())
             if self._broken:
                 raise LaneError(self._broken)
             if not there:
@@ -136,19 +141,29 @@ class WholeSink:
             self._changed.notify_all()
             return self._complete.popleft()
 
-    def _put(self, tensor: tuple[str, torch.Tensor]) -> None:
+    def _put(self, tensor: tuple[str, torch.Tensor], version: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: len(self._complete) < QUEUED_TENSORS or self._broken or self._window is None)
+            there = self._changed.wait_for(
+                lambda: len(self._complete) < QUEUED_TENSORS or self._broken or self._window != version,
+                self._until - time.monotonic(),
+            )
             if self._broken:
                 raise LaneError(self._broken)
+            if not there:
+                raise LaneTimeout(
+                    f"engine rank {self._rank}: {tensor[0]} of version {version} waited for the engine's loader until "
+                    f"its deadline; {QUEUED_TENSORS} tensors are queued before it"
+                )
+            if self._window != version:
+                return
             self._complete.append(tensor)
             self._changed.notify_all()
 
     def _decide(self, header: PieceHeader, source: int) -> Verdict:
         if self._window is None or header.version > self._window or header.version not in self._accepted:
             return Verdict.WAIT
-        if header.attempt != self._accepted[header.version]:
-            return Verdict.DROP
+        if header.version < self._window or header.attempt != self._accepted[header.version]:
+            return Verdict.DROP  # overtaken or withdrawn: its elements must not count as this version's
         return self._table.admit(header, source).verdict
 
 

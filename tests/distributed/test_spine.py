@@ -19,7 +19,9 @@ from megastream.protocol.records import (
     Detached,
     Failed,
     Poisoned,
+    Sealed,
     TrainingFinished,
+    WeightsReady,
 )
 from megastream.sync import SyncError, TrainerSync, binding
 from megastream.transport.gloo_lane import GlooReceiveLane
@@ -65,26 +67,31 @@ def steps(*versions: int, finish: bool = True) -> Any:
 
 
 def test_a_slow_engine_holds_the_trainer_up_and_takes_the_newest() -> None:
-    """The core stands still while the trainer goes on: two versions fit into staging, the third waits in its slots."""
+    """The core stands still in the commit of version 1. Versions 2 and 3 become ready, 4 finds no staging; then the
+    core goes on: 3 is the newest, 2 is never live."""
+
+    def ready(version: int) -> bool:
+        sealed = [record for record in e.records(Sealed) if record.version == version]
+        return len(sealed) == 2 and version in [record.version for record in e.records(WeightsReady)]
 
     def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
         sync.attach()
         if sync.rank == 0:
             e.core.hold.clear()
         barrier.wait(10)
-        for version in range(1, 5):
+        for version in (1, 2, 3):
             train_step(sync, trainer, version)
-            if version == 3 and sync.rank == 0:
-                time.sleep(0.3)
-                assert sync.live_version == 0
-                e.core.hold.set()
+            eventually(lambda version=version: ready(version))  # type: ignore[misc]
+        if sync.rank == 0:
+            threading.Timer(0.5, lambda: (held.append((sync.live_version, ready(4))), e.core.hold.set())).start()
+        train_step(sync, trainer, 4)
         sync.finished("done")
 
-    barrier = threading.Barrier(4)
-    with engine("tp1 pp2") as e:
+    barrier, held = threading.Barrier(4), []
+    with engine("tp1 pp2", settings=replace(ENGINE_SETTINGS, staging_sets=3)) as e:
         assert train(e.store, body, settings=trainer_settings("a")) == [None] * 4
-        committed = [record.version for record in e.records(Committed)]
-        assert committed == sorted(committed) and committed[-1] == 4
+        assert held == [(0, False)]
+        assert [record.version for record in e.records(Committed)] == [1, 3, 4]
         assert e.differing(4) == []
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megastream.engine.contract import WholeLoad
 from megastream.protocol.records import Accepted, Emitted, EngineReady, Failed
 from megastream.sync import EngineSync, EngineSyncSettings, SyncError, TrainerSync, WholeUpdate
 from megastream.sync import engine as sync_engine
@@ -111,6 +112,20 @@ def test_a_whole_update_that_breaks_off_is_not_resumed() -> None:
             outcomes = train(e.store, body, settings=trainer_settings("a"))
         assert "version 1" in host.error and "trainer rank 3" in str(outcomes[0])
         assert host.llm.calls[-1] == ("start",), "not resumed"
+
+
+def test_a_loader_that_finds_no_such_name_fails_the_attachment() -> None:
+    def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
+        sync.attach("whole")
+
+    def load(tensors: Any) -> WholeLoad:
+        return {}[next(iter(tensors))[0]]  # type: ignore[no-any-return]
+
+    with engine("tp1 pp2") as e, following(e) as host:
+        e.lives[1].load_whole = load  # type: ignore[method-assign]
+        outcomes = train(e.store, body, settings=trainer_settings("a"))
+        assert "engine rank 1 could not load version 0: KeyError" in str(outcomes[0])
+    assert "version 0" in host.error
 
 
 @pytest.mark.parametrize("say", ["one", "all"])
