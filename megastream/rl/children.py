@@ -98,7 +98,7 @@ class Children:
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,
-                preexec_fn=_before_program(os.getpid(), nice),
+                preexec_fn=before_program(os.getpid(), nice),
             )
         child = Child(name, process.pid, process, log)
         self._children.append(child)
@@ -152,7 +152,7 @@ class Children:
                 self._owner.write(self._folder)
 
 
-def _before_program(parent: int, nice: int) -> Callable[[], None]:
+def before_program(parent: int, nice: int) -> Callable[[], None]:
     """Runs in the child before its program: the kernel kills it when the thread that started it ends."""
     libc = ctypes.CDLL(None)
 

@@ -58,11 +58,16 @@ def run_until_streaming(tmp_path: Path, layout: str) -> tuple[subprocess.Popen[s
     """A run that goes on for long, at work; its owner and the segments that its processes use."""
     out = tmp_path / "out"
     run = start(write_config(tmp_path, engine__layout=layout, run__updates=2000, run__modes=["stream"]), out)
-    wait_for("the first streamed version", lambda: streaming(out) or run.poll() is not None)
-    assert run.poll() is None, run.communicate()[1]
-    found = owner(out)
-    found.note_segments()
-    return run, found, set(found.segments)
+    try:
+        wait_for("the first streamed version", lambda: streaming(out) or run.poll() is not None)
+        assert run.poll() is None, run.communicate()[1]
+        found = owner(out)
+        found.note_segments()
+        return run, found, set(found.segments)
+    except BaseException:
+        run.kill()
+        run.communicate()
+        raise
 
 
 def end(run: subprocess.Popen[str], found: owned.Owner) -> None:
