@@ -64,7 +64,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     streams: int
     answer_tokens: int
     max_model_len: int
-    kv_cache_gib: int
+    kv_cache_mib: int
     nice: int = 0
 
 

@@ -45,22 +45,20 @@ ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {
 def engine_arguments(job: Job) -> AsyncEngineArgs:
     """What would stand on the command line of `vllm serve`."""
     engine = job.config.engine
-    # On CPU the size of the KV cache goes through the environment (launch.py), and graphs do not exist.
-    on_gpu = {"kv_cache_memory_bytes": engine.kv_cache_gib << 30} if torch.cuda.is_available() else {}
     plugin = {"control_url": job.control_url, "run_id": job.run_id, "engine": job.engine, "records": True}
     return AsyncEngineArgs(
         model=str(job.checkpoint),
         dtype="bfloat16",
         seed=job.config.seed,
-        enforce_eager=not on_gpu,
+        enforce_eager=not torch.cuda.is_available(),  # graphs do not exist on CPU
         max_model_len=engine.max_model_len,
         max_num_seqs=2 * engine.streams,
+        kv_cache_memory_bytes=engine.kv_cache_mib << 20,
         enable_prefix_caching=False,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="megastream"),
         additional_config={"megastream": plugin},
         **ENGINE_ARGUMENTS[engine.layout],
-        **on_gpu,
     )
 
 

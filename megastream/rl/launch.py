@@ -58,7 +58,7 @@ def launch(config: configs.Config, folder: Path, redis_url: str | None) -> None:
             url, servers = server.url, [Child("redis", server.pid, None)]
         RedisLog(url, owner.run_id, reconnect_s=config.deadlines.reconnect_s).close()  # refuses a server that is away
         # Entered last, so that it ends first: children may still need the control plane to say goodbye.
-        children = stack.enter_context(Children(folder, owner, config.deadlines.stop_s, _environment(config)))
+        children = stack.enter_context(Children(folder, owner, config.deadlines.stop_s, _environment()))
         children.adopt(servers)
         job = Job(
             run_id=owner.run_id,
@@ -136,7 +136,7 @@ def _refuse_long_path(folder: Path) -> None:
         raise ValueError(f"the temporary folder {folder} is too long for sockets; set TMPDIR to a shorter one")
 
 
-def _environment(config: configs.Config) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """What all children get besides their own: one thread each, no network, no usage statistics."""
     # Compiled helpers want a C++ compiler on CPU; on a GPU the engine's graphs need them.
     on_cpu = {} if Path("/proc/driver/nvidia").exists() else {"TORCH_COMPILE_DISABLE": "1"}
@@ -144,7 +144,6 @@ def _environment(config: configs.Config) -> dict[str, str]:
         **on_cpu,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(config.engine.kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

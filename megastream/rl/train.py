@@ -5,10 +5,10 @@ python -m megastream.rl.train JOB RANK
 
 from __future__ import annotations
 
-import gc
+import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,11 @@ from megastream.rl.job import Job, LineLog, Notes, Pass, passes_of
 from megastream.rl.prepare import TRAIN_FILE
 from megastream.sync import SyncError, TrainerSettings, TrainerSync
 from megastream.trainer.adapter import MegatronAdapter
+from megastream.trainer.compat import forget_moments
 from megastream.trainer.config import TrainerConfig
 from megastream.trainer.finality import Finality
 from megastream.trainer.model import TokenBatch, build, start_process_group, train_step
 from megastream.trainer.stepper import StepResult
-
-Step = Callable[[], StepResult]
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,9 @@ class Rank:
 
     job: Job
     rank: int
-    shape: ModelShape
-    trainer: TrainerConfig
+    chunks: list[Any]
+    optimizer: Any
+    adapter: MegatronAdapter
     batches: Batches
     log: RedisLog
     notes: Notes
@@ -68,40 +68,30 @@ def finality_of(job: Job, one: Pass) -> Finality:
 
 
 def run_pass(rank: Rank, one: Pass) -> None:
-    """A whole training from the checkpoint. All ranks call it; blocks."""
-    chunks, optimizer = build(rank.trainer)
-    adapter = MegatronAdapter(
-        chunks,
-        optimizer,
-        family_of(rank.shape),
-        rank.shape,
-        bucket_elements=rank.job.config.trainer.bucket_elements,
-    )
-    adapter.load_hf(rank.job.checkpoint)
+    """A whole training from the checkpoint, with fresh moments. All ranks call it; blocks."""
+    rank.adapter.load_hf(rank.job.checkpoint)
+    forget_moments(rank.optimizer)
     if one.mode == "stock":
-        _train_stock(rank, one, chunks, optimizer)
+        _train_stock(rank, one)
     else:
-        _train_attached(rank, one, chunks, adapter)
-    rank.lines.write(kind="final", name=one.name, rank=rank.rank, digest=_digest(chunks))
+        _train_attached(rank, one)
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    rank.lines.write(kind="final", name=one.name, rank=rank.rank, digest=_digest(rank.chunks), peak_mib=peak_mib)
 
 
-def _train_stock(rank: Rank, one: Pass, chunks: list[Any], optimizer: Any) -> None:
+def _train_stock(rank: Rank, one: Pass) -> None:
     """Stock DDP, stock `optimizer.step()`: what the two other ways must equal bit for bit."""
-
-    def step() -> StepResult:
-        ok, norm, _ = optimizer.step()
-        return StepResult(bool(ok), float(norm))
 
     _mark(rank, one, "begin")
     for index in range(one.updates):
         begin = time.perf_counter()
-        loss = _forward_backward(rank, chunks, index)
-        result = step()
-        _write_step(rank, one, index, -1, loss, result, begin, time.time())
+        loss = _forward_backward(rank, index)
+        ok, norm, _ = rank.optimizer.step()
+        _write_step(rank, one, index, -1, loss, StepResult(bool(ok), float(norm)), begin, time.time())
     _mark(rank, one, "end")
 
 
-def _train_attached(rank: Rank, one: Pass, chunks: list[Any], adapter: MegatronAdapter) -> None:
+def _train_attached(rank: Rank, one: Pass) -> None:
     config = rank.job.config
     settings = TrainerSettings(
         launch=f"{rank.job.run_id}-{one.name}",
@@ -116,21 +106,23 @@ def _train_attached(rank: Rank, one: Pass, chunks: list[Any], adapter: MegatronA
         transfer_s=config.deadlines.step_s,
         detach_s=config.deadlines.step_s,
     )
-    sync = TrainerSync(rank.log, rank=rank.rank, world_size=config.trainer.ranks, trainer=adapter, settings=settings)
+    sync = TrainerSync(
+        rank.log, rank=rank.rank, world_size=config.trainer.ranks, trainer=rank.adapter, settings=settings
+    )
     try:
-        _train_synced(rank, one, chunks, adapter, sync)
+        _train_synced(rank, one, sync)
     finally:
         sync.close()
 
 
-def _train_synced(rank: Rank, one: Pass, chunks: list[Any], adapter: MegatronAdapter, sync: TrainerSync) -> None:
+def _train_synced(rank: Rank, one: Pass, sync: TrainerSync) -> None:
     attached = sync.attach("whole" if one.mode == "whole" else "stream")
-    stepper = adapter.stepper(finality_of(rank.job, one), sync.final)
+    stepper = rank.adapter.stepper(finality_of(rank.job, one), sync.final)
     _mark(rank, one, "begin", base=attached.version, attachment=attached.attachment)
     version = attached.version
     for index in range(one.updates):
         begin = time.perf_counter()
-        loss = _forward_backward(rank, chunks, index)
+        loss = _forward_backward(rank, index)
         sync.wait_leases()
         sync.begin(sync.next_version, index + 1)
         result = stepper.step()
@@ -143,7 +135,7 @@ def _train_synced(rank: Rank, one: Pass, chunks: list[Any], adapter: MegatronAda
         sync.finish()
         _write_step(rank, one, index, version, loss, result, begin, final_unix_s)
         if one.checked:
-            _have_checked(rank, adapter, sync, version)
+            _have_checked(rank, sync, version)
     sync.wait_committed(version, rank.job.config.deadlines.step_s)
     _mark(rank, one, "end", last=version)
     if one.checked:
@@ -151,19 +143,19 @@ def _train_synced(rank: Rank, one: Pass, chunks: list[Any], adapter: MegatronAda
     sync.finished(f"pass {one.name} is done")
 
 
-def _have_checked(rank: Rank, adapter: MegatronAdapter, sync: TrainerSync, version: int) -> None:
+def _have_checked(rank: Rank, sync: TrainerSync, version: int) -> None:
     """Shows the host this rank's raw parameters of a live version, and waits until they were compared."""
     deadline_s = rank.job.config.deadlines.step_s
     sync.wait_committed(version, deadline_s)
-    path = adapter.save_raw(rank.job.temp / f"raw-{version}")
+    path = rank.adapter.save_raw(rank.job.temp / f"raw-{version}")
     rank.notes.leave(f"raw/{version}/{rank.rank}", path=str(path))
     rank.notes.wait(f"checked/{version}", deadline_s, "the engine host")
 
 
-def _forward_backward(rank: Rank, chunks: list[Any], index: int) -> float | None:
+def _forward_backward(rank: Rank, index: int) -> float | None:
     trainer = rank.job.config.trainer
     return train_step(
-        chunks,
+        rank.chunks,
         _micro_batches(rank, index),
         num_microbatches=trainer.num_micro_batches,
         seq_length=rank.job.config.data.seq_length,
@@ -234,11 +226,14 @@ def train(job: Job, number: int) -> None:
     log = RedisLog(job.control_url, job.run_id, reconnect_s=config.deadlines.reconnect_s)
     notes, lines = Notes(log, f"trainer rank {number}"), LineLog(job.results / f"trainer-{number}.jsonl")
     batches = Batches(read_pairs(job.results / TRAIN_FILE), config.data.seq_length, config.seed)
-    rank = Rank(job, number, shape, trainer, batches, log, notes, lines)
+    chunks, optimizer = build(trainer)
+    adapter = MegatronAdapter(
+        chunks, optimizer, family_of(shape), shape, bucket_elements=config.trainer.bucket_elements
+    )
+    rank = Rank(job, number, chunks, optimizer, adapter, batches, log, notes, lines)
     notes.wait("generating", config.deadlines.start_s, "the engine host")
     for one in passes_of(config):
         run_pass(rank, one)
-        gc.collect()
     lines.close()
     dist.barrier()
     dist.destroy_process_group()

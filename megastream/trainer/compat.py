@@ -288,6 +288,14 @@ def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
         raise UnsupportedTrainer("the distributed optimizer is required; set use_distributed_optimizer=True")
 
 
+def forget_moments(optimizer: Any) -> None:
+    """As if the optimizer had never stepped. The fp32 masters stay; `MegatronAdapter.load_hf` sets them."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.optimizer.state.clear()
+        for group in part.optimizer.param_groups:
+            group.pop("step", None)  # FusedAdam counts here
+
+
 def has_transformer_engine() -> bool:
     """Whether megatron-core can use TransformerEngine here (never on a CPU)."""
     from megatron.core.extensions import transformer_engine

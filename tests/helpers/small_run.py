@@ -40,7 +40,7 @@ SMALL = {
         "clip_grad": 1.0,
         "bucket_elements": 50_000,
     },
-    "engine": {"layout": "pp2", "streams": 2, "answer_tokens": 32, "max_model_len": 256, "kv_cache_gib": 1},
+    "engine": {"layout": "pp2", "streams": 2, "answer_tokens": 32, "max_model_len": 256, "kv_cache_mib": 128},
     "stream": {"finality": "pipelined", "piece_mib": 0.25, "experts_per_unit": 4, "slots_per_target": 4},
     "run": {"updates": 4, "checked_updates": 3, "checked_tokens": 300, "modes": ["stock", "stream", "whole"]},
     "deadlines": {"start_s": 200, "attach_s": 100, "step_s": 100, "reconnect_s": 10, "stop_s": 15},
