@@ -96,6 +96,62 @@ def test_bad_update_info_is_refused_before_a_worker_sees_it(info: dict[str, Any]
         guarded(SimpleNamespace(megastream=object()), "update_weights", kwargs=info)
 
 
+class CountingPort:
+    """A core's port over two ranks, which counts the calls that all ranks answer."""
+
+    def __init__(self, **session: Any) -> None:
+        self.updating, self.session, self.calls, self.poisons = False, session, [], []
+        self.live = ""
+
+    def ask_ranks(self, op: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        self.calls.append(op)
+        reply = {"kind": "whole", "failure": "", "untouched": False, **self.session}
+        return [{"rank": rank, **reply} for rank in range(2)]
+
+    def set_live(self, label: str) -> None:
+        self.live = label
+
+    def recover(self) -> None: ...
+
+    def become_poisoned(self, reason: str) -> None:
+        self.poisons.append(reason)
+
+
+def native(port: CountingPort, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes one native call after the other in a paused core."""
+    monkeypatch.setattr(core.compat_core, "is_paused", lambda core: True)
+    guarded = core._guarding_native_calls(lambda self, method, timeout, args, kwargs: None)
+    return lambda method, **kwargs: guarded(SimpleNamespace(megastream=port), method, kwargs=kwargs)
+
+
+def test_a_paused_update_asks_all_ranks_once_before_and_once_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = CountingPort()
+    call = native(port, monkeypatch)
+    with pytest.raises(core.UpdateRefused, match="no weight update is active"):
+        call("update_weights", update_info={"version": 3})
+    for _ in range(2):
+        call("start_weight_update")
+        with pytest.raises(core.UpdateRefused, match="a weight update is active"):
+            call("start_weight_update")
+        call("update_weights", update_info={"version": 3})
+        call("finish_weight_update")
+    assert port.live == "3" and port.calls == ["session"] * 4
+    with pytest.raises(core.UpdateRefused, match="no weight update is active"):
+        call("finish_weight_update")
+
+
+@pytest.mark.parametrize("untouched", [True, False])
+def test_an_update_that_touched_nothing_does_not_poison(untouched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = CountingPort()
+    call = native(port, monkeypatch)
+    call("start_weight_update")
+    port.session = {"failure": "no trainer is attached", "untouched": untouched}
+    with pytest.raises(core.UpdateRefused, match="version 3 failed on rank 0: no trainer is attached"):
+        call("update_weights", update_info={"version": 3})
+    assert len(port.poisons) == (not untouched) and not port.live
+    call("start_weight_update")  # the broken one is over
+
+
 class FixedAgent:
     """Replies what it is told to."""
 

@@ -58,6 +58,8 @@ class MegastreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.state.live = self.live
         self.state.agent = self.start_agent(self.live)
         self._failure = ""
+        self._untouched = False
+        """The last update was refused before it changed a weight."""
 
     def start_agent(self, live: VllmLiveModel) -> Agent | None:
         """Starts the agent that receives for this rank. The composition root overrides it; here there is none."""
@@ -67,7 +69,7 @@ class MegastreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """What the core asks before and after a native call."""
         agent = self.state.agent
         kind = agent.attached_kind if agent is not None else None
-        return {"kind": kind or "", "failure": self._failure}
+        return {"kind": kind or "", "failure": self._failure, "untouched": self._untouched}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to do: see InitInfo."""
@@ -86,8 +88,10 @@ class MegastreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         agent = self.state.agent
-        if agent is None:
-            raise RuntimeError("no trainer is attached")
+        self._untouched = True
+        if agent is None or agent.attached_kind != "whole":
+            raise RuntimeError("no trainer is attached with kind whole; it left, or another one came")
+        self._untouched = False
         self.state.label = UNKNOWN_LABEL
         agent.load_whole(update_info.version, update_info.deadline_s)
         if self.device.type != "cpu":

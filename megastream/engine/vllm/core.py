@@ -196,6 +196,8 @@ def _guarding_native_calls(call: Callable[..., Any]) -> Callable[..., Any]:
         result = call(self, method, timeout, args, kwargs)
         if method == "update_weights":
             _conclude(self.megastream, info["update_info"]["version"])
+        elif method != "init_weight_transfer_engine":
+            self.megastream.updating = method == "start_weight_update"
         return result
 
     return collective_rpc
@@ -220,15 +222,20 @@ def _refuse_early(core: Any, method: str, info: dict[str, Any], args: tuple[Any,
             f'{method}: the engine is not paused; call pause(mode="keep", clear_cache=False) first, '
             "or stream: streamed versions need no pause"
         )
-    for reply in core.megastream.ask_ranks("session", {}):
+    starts = method == "start_weight_update"
+    if core.megastream.updating == starts:
+        raise UpdateRefused(f"{method}: {'a' if starts else 'no'} weight update is active")
+    if starts:  # only here: the engine stands still, and every call to all ranks keeps it waiting
+        _refuse_without_trainer(core.megastream, method)
+
+
+def _refuse_without_trainer(port: VllmCorePort, method: str) -> None:
+    for reply in port.ask_ranks("session", {}):
         if reply["kind"] != "whole":
             what = "a trainer that streams" if reply["kind"] else "no trainer"
             raise UpdateRefused(
                 f"{method}: {what} is attached to engine rank {reply['rank']}; attach one with kind whole first"
             )
-        if reply["active"] != (method != "start_weight_update"):
-            state = "a" if reply["active"] else "no"
-            raise UpdateRefused(f"{method}: {state} weight update is active on engine rank {reply['rank']}")
 
 
 def _refuse_update_info(info: dict[str, Any], args: tuple[Any, ...]) -> None:
@@ -250,12 +257,17 @@ def _refuse_update_info(info: dict[str, Any], args: tuple[Any, ...]) -> None:
 
 
 def _conclude(port: VllmCorePort, version: int) -> None:
-    failures = [reply for reply in port.ask_ranks("session", {}) if reply["failure"]]
+    """What the ranks say about the load: the call itself gives no reply."""
+    replies = port.ask_ranks("session", {})
+    failures = [reply for reply in replies if reply["failure"]]
     if not failures:
         port.set_live(str(version))
         port.recover()
         return
     port.ask_ranks("session", {"drop": True})
+    port.updating = False
     what = f"whole update to version {version} failed on rank {failures[0]['rank']}: {failures[0]['failure']}"
+    if all(reply["untouched"] for reply in replies):
+        raise UpdateRefused(f"{what}; the weights are as they were")
     port.become_poisoned(what)
     raise UpdateRefused(f"{what}; send another whole update")

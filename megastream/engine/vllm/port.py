@@ -43,6 +43,8 @@ class VllmCorePort:
         self._keeps_records = records
         self._records: list[tuple[int, str, dict[str, int]]] = []
         self.spans = SpanBook()
+        self.updating = False
+        """Between a native start_weight_update and its finish. All native calls pass through this core."""
 
     # -- any thread
 
