@@ -6,6 +6,7 @@ against 0.16.1 and 0.19.2.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,13 +47,8 @@ def _range() -> str:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """(0, 16, 1) for "0.16.1rc0+local": a candidate counts as its release."""
-    numbers = []
-    for part in version.split("+")[0].split(".")[:3]:
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers + [0] * (3 - len(numbers)))
+    found = re.match(r"(\d+)(?:\.(\d+))?(?:\.(\d+))?", version)
+    return tuple(int(number or 0) for number in found.groups()) if found else (0, 0, 0)
 
 
 # ---- shims -----------------------------------------------------------------------------------------------------
