@@ -175,6 +175,8 @@ class Committed(_Record, frozen=True, kw_only=True, tag="committed"):
     version: int
     ranks: tuple[RankCommit, ...]
     visible_unix_s: float
+    stall_s: float | None = None
+    """How long the engine stood for a paused whole update; None where the ranks' own commits say it."""
 
 
 class Poisoned(_Record, frozen=True, kw_only=True, tag="poisoned"):

@@ -6,7 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from megastream.rl import oracle
+from megastream.rl.checkpoint import tensor_shapes, write_checkpoint
 from megastream.rl.job import Job, Notes
 
 
@@ -22,7 +25,7 @@ class Checker:
 
     def __init__(self, job: Job, engine: RankCalls, notes: Notes) -> None:
         self._job, self._engine, self._notes = job, engine, notes
-        self.num_checked = 0
+        self._last: dict[str, torch.Tensor] = {}
 
     async def check(self, version: int) -> dict[str, Any]:
         """Version, number of tensors compared, names that differ.
@@ -34,8 +37,18 @@ class Checker:
         names, differing = await asyncio.to_thread(self._compare, paths, live)
         for path in paths:
             path.unlink()
-        self.num_checked += 1
         return {"version": version, "tensors": names, "differing": differing}
+
+    def export(self, folder: Path) -> None:
+        """Writes the last checked version as a checkpoint, from the trainer's parameters and not from the engine's.
+
+        ValueError when none was checked or the tensors are not those of the model.
+        """
+        model = self._job.config.model
+        held = {name: tuple(tensor.shape) for name, tensor in self._last.items()}
+        if held != dict(tensor_shapes(model)):
+            raise ValueError(f"the last checked version has {len(held)} tensors that are not those of the model")
+        write_checkpoint(folder, model, {name: tensor.clone() for name, tensor in self._last.items()})
 
     async def _raw(self, version: int) -> list[Path]:
         deadline_s, ranks = self._job.config.deadlines.step_s, self._job.config.trainer.ranks
@@ -62,6 +75,7 @@ class Checker:
         model = self._job.config.model
         engine = oracle.EngineShape.of(self._job.config.engine.layout)
         hf = oracle.to_hf(oracle.gather([oracle.read_dump(path) for path in paths]), model)
+        self._last = hf
         num_tensors, differing = 0, []
         for rank in range(engine.ranks):
             expected = {n: oracle.digest(t) for n, t in oracle.expected_live(hf, model, engine, rank).items()}

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -111,39 +111,45 @@ class Children:
     def run_to_end(self, name: str, module: str, *arguments: str, deadline_s: float) -> None:
         """Starts a process and waits until it has done its work."""
         child = self.start(name, module, *arguments)
-        self.watch(until=lambda: child.ended, deadline_s=deadline_s)
+        self.watch(until=lambda: child.ended, may_end=[child], deadline_s=deadline_s)
 
     def watch(
         self,
         *,
         until: Callable[[], bool],
-        every: Callable[[], None] = lambda: None,
-        deadline_s: float = float("inf"),
+        may_end: Sequence[Child],
+        deadline_s: float,
+        every: Callable[[], object] = lambda: None,
+        sign_of_life: Callable[[], object] = lambda: None,
     ) -> None:
         """Blocks until the condition holds, calling `every` now and then.
 
-        RunFailed when a process fails, when one ends while the condition does not hold yet, or at the deadline.
+        The deadline counts from the last change of `sign_of_life`. RunFailed when a process fails, when one that is
+        not in `may_end` ends at all, or at the deadline.
         """
-        end = time.monotonic() + deadline_s
+        life, since = sign_of_life(), time.monotonic()
         while True:
             done = until()
-            self._raise_failed(done)
+            self._raise_failed({child.name for child in may_end})
             if done:
                 return
-            if time.monotonic() > end:
-                running = [child.name for child in self._children if not child.ended and child.process]
-                raise RunFailed(f"the launcher waited {deadline_s:g} s for {', '.join(running)} to end")
+            if (now := sign_of_life()) != life:
+                life, since = now, time.monotonic()
+            if time.monotonic() > since + deadline_s:
+                running = [child.name for child in may_end if not child.ended]
+                raise RunFailed(f"the launcher waited {deadline_s:g} s for {', '.join(running)} to go on or to end")
             every()
             self._note()
             time.sleep(POLL_S)
 
-    def _raise_failed(self, done: bool) -> None:
-        ended = [child for child in self._children if child.ended and child.name not in self._expected]
-        failed = [child for child in ended if child.process is None or child.process.returncode != 0]
+    def _raise_failed(self, may_end: set[str]) -> None:
+        """A process that may end, and did so in order, may stay ended from then on."""
+        ended = [child for child in self._children if child.ended]
+        in_order = {child.name for child in ended if child.process is not None and child.process.returncode == 0}
+        self._expected |= in_order & may_end
+        failed = [child for child in ended if child.name not in self._expected]
         if failed:
             raise RunFailed("; ".join(child.last_words() for child in failed))
-        if done:
-            self._expected |= {child.name for child in ended}
 
     def _note(self) -> None:
         if time.monotonic() - self._noted > NOTE_EVERY_S:

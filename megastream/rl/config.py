@@ -41,7 +41,10 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
-    """Megatron's side. `micro_batch` counts sequences, `bucket_elements` elements of a gradient bucket."""
+    """Megatron's side. `micro_batch` counts sequences, `clip_grad` is a global norm.
+
+    Parameters are stepped and sent in runs of `bucket_elements`; Megatron's gradient buckets stay as they are.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -140,6 +143,7 @@ def parse(raw: dict[str, Any]) -> Config:
         raise ConfigError(str(error).replace("`$.", "`")) from error
     _check_positive(config, "")
     _check_layout(config)
+    _check_modes(config.run.modes)
     return config
 
 
@@ -210,6 +214,13 @@ def _check_layout(config: Config) -> None:
         raise ConfigError(f"model.layers is {model.layers}; engine.layout pp2 needs at least 2")
     if model.top_k > model.experts:
         raise ConfigError(f"model.top_k is {model.top_k} but model.experts is {model.experts}")
+
+
+def _check_modes(modes: tuple[str, ...]) -> None:
+    if not modes or len(set(modes)) != len(modes):
+        raise ConfigError(
+            f"run.modes is [{', '.join(modes)}]; give each of stock, stream and whole at most once, and one"
+        )
 
 
 def _divides(what: str, value: int, axis: str, size: int) -> None:

@@ -14,7 +14,10 @@ _WRITTEN = re.compile(
 )
 """Names of the files that a run writes beside its job file and its checkpoints."""
 
-CHECKPOINTS = ("checkpoint", "exported")
+CHECKPOINT = "checkpoint"
+EXPORTED = "exported"
+"""The model after the last checked version, as a Hugging Face checkpoint."""
+
 _CHECKPOINT_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -31,7 +34,7 @@ def forget_results(folder: Path) -> None:
     for path in folder.iterdir():
         if _WRITTEN.fullmatch(path.name):
             path.unlink()
-    for name in CHECKPOINTS:
+    for name in (CHECKPOINT, EXPORTED):
         _forget_checkpoint(folder / name)
 
 

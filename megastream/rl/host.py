@@ -30,10 +30,12 @@ from megastream.rl.answers import Answering
 from megastream.rl.checking import Checker
 from megastream.rl.checkpoint import tensor_shapes
 from megastream.rl.data import read_pairs
+from megastream.rl.fixed import ask_fixed
 from megastream.rl.floor import engine_floor
+from megastream.rl.folder import EXPORTED
 from megastream.rl.job import Job, LineLog, Notes, Pass, passes_of
 from megastream.rl.prepare import HELD_OUT_FILE
-from megastream.sync import EngineSync, SyncError, WholeUpdate
+from megastream.sync import EngineSync, EngineSyncSettings, SyncError, WholeUpdate
 
 ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {
     "single": {},
@@ -45,7 +47,13 @@ ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {
 def engine_arguments(job: Job) -> AsyncEngineArgs:
     """What would stand on the command line of `vllm serve`."""
     engine = job.config.engine
-    plugin = {"control_url": job.control_url, "run_id": job.run_id, "engine": job.engine, "records": True}
+    plugin = {
+        "control_url": job.control_url,
+        "run_id": job.run_id,
+        "engine": job.engine,
+        "reconnect_s": job.config.deadlines.reconnect_s,
+        "records": True,
+    }
     return AsyncEngineArgs(
         model=str(job.checkpoint),
         dtype="bfloat16",
@@ -69,13 +77,16 @@ class Host:
         self._job, self._engine, self._log = job, engine, log
         self._notes = Notes(log, "the engine host")
         self._sync = EngineSync(log, engine=job.engine)
-        self._whole = EngineSync(log, engine=job.engine)
+        load = EngineSyncSettings(load_s=job.config.deadlines.step_s)
+        self._whole = EngineSync(log, engine=job.engine, settings=load)
         self._lines = LineLog(job.results / "engine.jsonl")
         self._answers = LineLog(job.results / "answers.jsonl")
+        self._pairs = read_pairs(job.results / HELD_OUT_FILE)
         self._answering = Answering(
             engine,
-            read_pairs(job.results / HELD_OUT_FILE),
+            self._pairs,
             self._answers,
+            self._lines,
             answer_tokens=job.config.engine.answer_tokens,
             seed=job.config.seed,
         )
@@ -83,7 +94,6 @@ class Host:
         self._passes = [one for one in passes_of(job.config) if one.mode != "stock"]
         self._pass: Pass | None = None
         self._base = -1
-        self._tokens_before = 0
         self._records: asyncio.Queue[Record] = asyncio.Queue()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -97,7 +107,7 @@ class Host:
         self._notes.leave("generating")
         reader = threading.Thread(target=self._read, args=(loop,), name="host-log", daemon=True)
         reader.start()
-        work = [asyncio.create_task(self._follow()), asyncio.create_task(self._update_whole())]
+        work = [asyncio.create_task(part()) for part in (self._follow, self._update_whole, self._conclude_checked)]
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([*work, *self._answering.tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
         self._raise_errors([*work, *self._answering.tasks])
@@ -145,7 +155,6 @@ class Host:
             match record:
                 case Attach():
                     self._pass, self._base = self._passes.pop(0), record.base_version
-                    self._tokens_before = self._answering.num_tokens
                     self._lines.write(kind="attach", name=self._pass.name, attachment=record.attachment)
                 case Committed() if self._pass is not None and self._pass.checked and record.version > self._base:
                     await self._check(self._pass, record.version)
@@ -156,15 +165,28 @@ class Host:
                     raise SyncError(f"{who} failed: {record.reason}")
 
     async def _check(self, one: Pass, version: int) -> None:
-        """Compares a live version byte for byte, and after the last one waits for enough tokens."""
+        """Compares a live version byte for byte."""
         checked = await self._checker.check(version)
         self._lines.write(kind="check", name=one.name, **checked)
         self._notes.leave(f"checked/{version}", **checked)
-        if self._checker.num_checked == one.updates:
-            self._checker.num_checked = 0
-            while self._answering.num_tokens - self._tokens_before < self._job.config.run.checked_tokens:
-                await asyncio.sleep(0.05)
+
+    async def _conclude_checked(self) -> None:
+        """After the last step of each checked pass: waits for enough tokens, asks the fixed prompts, exports."""
+        for one in [one for one in passes_of(self._job.config) if one.checked]:
+            while (trained := self._notes.look(f"trained/{one.name}")) is None:
+                await asyncio.sleep(0.1)
+            while self._tokens_between(trained["base"], trained["last"]) < self._job.config.run.checked_tokens:
+                await asyncio.sleep(0.1)
+            async with self._answering.quiet(self._job.config.deadlines.step_s):
+                answers = await ask_fixed(self._engine, self._pairs)
+            self._lines.write(kind="fixed", name=one.name, version=trained["last"], answers=answers)
+            await asyncio.to_thread(self._checker.export, self._job.results / EXPORTED)
             self._notes.leave(f"enough/{one.name}")
+
+    def _tokens_between(self, base: int, last: int) -> int:
+        """Tokens of finished answers that versions of one pass made, its base among them."""
+        counts = self._answering.tokens_by_version.items()
+        return sum(count for label, count in counts if label.isdecimal() and base <= int(label) <= last)
 
     async def _update_whole(self) -> None:
         """The whole-model way, through every attachment of that kind."""
@@ -202,7 +224,15 @@ async def serve(job: Job) -> None:
 def main(arguments: list[str]) -> int:
     try:
         asyncio.run(serve(Job.read(Path(arguments[0]))))
-    except (SyncError, ControlError, EngineDeadError, EngineGenerateError, ValueError, RuntimeError) as error:
+    except (
+        SyncError,
+        ControlError,
+        EngineDeadError,
+        EngineGenerateError,
+        TimeoutError,
+        ValueError,
+        RuntimeError,
+    ) as error:
         print(f"engine host: {error}", file=sys.stderr)
         return 1
     return 0

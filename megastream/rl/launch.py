@@ -73,7 +73,7 @@ def launch(config: configs.Config, folder: Path, redis_url: str | None) -> None:
 
 def _run(job: Job, children: Children, config: configs.Config) -> None:
     from megastream.rl.progress import Progress
-    from megastream.rl.summary import write_summary
+    from megastream.rl.summary import refuse_wrong, write_summary
 
     path = job.results / JOB_FILE
     job.write(path)
@@ -85,12 +85,29 @@ def _run(job: Job, children: Children, config: configs.Config) -> None:
         for rank in range(config.trainer.ranks)
     ]
     with Progress(job) as progress:
-        children.watch(until=lambda: all(rank.ended for rank in ranks), every=progress.update)
+        children.watch(
+            until=lambda: all(rank.ended for rank in ranks),
+            may_end=ranks,
+            deadline_s=_silence_s(config.deadlines),
+            every=progress.update,
+            sign_of_life=lambda: [_size(job.results / f"{rank.name}.jsonl") for rank in ranks],
+        )
         progress.catch_up()
         host.terminate()
-        children.watch(until=lambda: host.ended, every=progress.update, deadline_s=2 * config.deadlines.stop_s)
+        stop_s = 2 * config.deadlines.stop_s
+        children.watch(until=lambda: host.ended, may_end=[host], deadline_s=stop_s, every=progress.update)
     summary = write_summary(job)
     progress.report(summary)
+    refuse_wrong(summary)
+
+
+def _silence_s(deadlines: configs.DeadlineConfig) -> float:
+    """Trainer ranks that write nothing for so long are stuck: their own waits all end earlier, and say for whom."""
+    return deadlines.start_s + deadlines.attach_s + 12 * deadlines.step_s
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 @contextmanager

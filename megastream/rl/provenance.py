@@ -47,7 +47,10 @@ def check_tokens(
     answers: Iterable[Answer],
     wanted: Callable[[str], bool],
 ) -> TokenCounts:
-    """Counts over all answers' tokens that a wanted version made, `wanted` being asked with the first rank's."""
+    """Counts over all tokens that `wanted` says yes to for any rank's live version or for the token's own label.
+
+    Asked so broadly, because a rank or a label that is wrong must not take the token out of the count.
+    """
     live = [_by_step(rank, records) for rank, records in enumerate(ranks)]
     made_by = _tokens_of_requests(batches)
     checked = mixed = mislabelled = 0
@@ -59,7 +62,7 @@ def check_tokens(
             )
         for step, label in zip(steps, _labels(answer), strict=True):
             versions = [_held(records, rank, step) for rank, records in enumerate(live)]
-            if not wanted(versions[0]):
+            if not any(map(wanted, {*versions, label})):
                 continue
             checked += 1
             mixed += len(set(versions)) > 1

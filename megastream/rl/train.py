@@ -119,7 +119,7 @@ def _train_synced(rank: Rank, one: Pass, sync: TrainerSync) -> None:
     attached = sync.attach("whole" if one.mode == "whole" else "stream")
     stepper = rank.adapter.stepper(finality_of(rank.job, one), sync.final)
     _mark(rank, one, "begin", base=attached.version, attachment=attached.attachment)
-    version = attached.version
+    made: list[int] = []
     for index in range(one.updates):
         begin = time.perf_counter()
         loss = _forward_backward(rank, index)
@@ -131,14 +131,19 @@ def _train_synced(rank: Rank, one: Pass, sync: TrainerSync) -> None:
             _write_step(rank, one, index, -1, loss, result, begin, final_unix_s)
             continue
         version = sync.next_version
+        made.append(version)
         sync.accept()
         sync.finish()
         _write_step(rank, one, index, version, loss, result, begin, final_unix_s)
         if one.checked:
             _have_checked(rank, sync, version)
-    sync.wait_committed(version, rank.job.config.deadlines.step_s)
-    _mark(rank, one, "end", last=version)
+    last = made[-1] if made else attached.version
+    if made:
+        sync.wait_committed(last, rank.job.config.deadlines.step_s)
+    _mark(rank, one, "end", last=last)
     if one.checked:
+        if rank.rank == 0:
+            rank.notes.leave(f"trained/{one.name}", base=attached.version, last=last)
         rank.notes.wait(f"enough/{one.name}", 10 * rank.job.config.deadlines.step_s, "the engine host")
     sync.finished(f"pass {one.name} is done")
 

@@ -20,7 +20,7 @@ from megastream.rl.job import Pass
 
 @dataclass
 class VersionLine:
-    """What is known of one version of one pass. Stalls are maxima over ranks; a base has no train step."""
+    """What is known of one version of one pass; what nobody measured is None. A base has no train step."""
 
     name: str
     attachment: str
@@ -98,7 +98,7 @@ class Ledger:
                 line.repair_ms = max(line.repair_ms or 0.0, 1e3 * record.repair_s)
             case Committed():
                 line = self._line(record.attachment, record.version)
-                line.stall_ms = 1e3 * max((rank.stall_s for rank in record.ranks), default=0.0)
+                line.stall_ms = _stall_ms(record)
                 line.visible_unix_s = record.visible_unix_s
                 return line if line.units else None
         return None
@@ -123,3 +123,10 @@ class Ledger:
         if key not in self.lines:
             self.lines[key] = VersionLine(self._names[attachment], attachment, version)
         return self.lines[key]
+
+
+def _stall_ms(record: Committed) -> float | None:
+    """A paused update's own stall, else that of the slowest rank's commit."""
+    if record.stall_s is not None:
+        return 1e3 * record.stall_s
+    return 1e3 * max(rank.stall_s for rank in record.ranks) if record.ranks else None

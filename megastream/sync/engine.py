@@ -148,19 +148,21 @@ class EngineSync:
         await self._all_loaded(whole, version)
         load_s = max(record.load_s for record in whole.loaded.values())
         repair_s = max(record.repair_s for record in whole.loaded.values())
+        stall_s = resumed - paused - repair_s
         committed = Committed(
             attachment=accepted.attachment,
             incarnation=accepted.incarnation,
             version=version,
             ranks=(),
             visible_unix_s=visible,
+            stall_s=stall_s,
         )
         await asyncio.to_thread(self._log.append, committed)
         return WholeUpdate(
             version=version,
             pause_s=max(0.0, paused - called - PAUSE_SLEEP_S),
             sleep_s=PAUSE_SLEEP_S,
-            stall_s=resumed - paused - repair_s,
+            stall_s=stall_s,
             load_s=load_s,
             repair_s=repair_s,
             visible_unix_s=visible,

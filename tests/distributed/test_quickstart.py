@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megastream.rl.fixed import NUM_PROMPTS, NUM_TOKENS
+from megastream.rl.job import read_lines
+from tests.helpers.fresh_engine import fresh_answers
 from tests.helpers.small_run import DEADLINE_S, start, write_config
 
 FIGURES = {
@@ -56,4 +59,17 @@ def test_small_quickstart(tmp_path: Path, layout: str) -> None:
     lines = [json.loads(line) for line in (out / "versions.jsonl").read_text().splitlines()]
     streamed = [line for line in lines if line["pass"] == "stream"]
     assert all(line["payload_bytes"] == stream["bytes_floor"] for line in streamed)
+    whole = [line for line in lines if line["pass"] == "whole"]
+    assert whole and all(line["stall_ms"] > 0 for line in whole if line["train_step"] > 0)
     assert not (out / "owner.json").exists()
+    check_fresh_engine(out)
+
+
+def check_fresh_engine(out: Path) -> None:
+    """A fresh engine on the exported checkpoint says the same as the trained one, to the last bit of each logprob."""
+    asked = {line["name"]: line["answers"] for line in read_lines(out / "engine.jsonl") if line["kind"] == "fixed"}
+    assert asked.keys() == {"stream-checked", "whole-checked"}
+    fresh = fresh_answers(out, DEADLINE_S)
+    assert len(fresh) == NUM_PROMPTS and all(len(answer["logprobs"]) == NUM_TOKENS for answer in fresh)
+    assert asked["stream-checked"] == fresh
+    assert asked["whole-checked"] == fresh

@@ -45,6 +45,8 @@ def test_quickstart_fulfils_the_promised_size() -> None:
         ({"model__hidden": 0}, ("model.hidden is 0",)),
         ({"model__hidden": "wide"}, ("model.hidden", "int")),
         ({"engine__layout": "pp3"}, ("engine.layout", "pp3")),
+        ({"run__modes": []}, ("run.modes",)),
+        ({"run__modes": ["stream", "stream"]}, ("run.modes", "stream, stream")),
     ],
 )
 def test_bad_values_are_named(changes: dict, words: tuple[str, ...]) -> None:

@@ -30,6 +30,14 @@ def test_a_rank_that_skipped_a_commit_is_counted() -> None:
     assert count(ranks=[RANKS[0], skipping]) == TokenCounts(6, 2, 2)
 
 
+def test_a_wrong_rank_or_label_does_not_take_a_token_out_of_the_count() -> None:
+    lost = [(step, "?") for step, _ in RANKS[0]]
+    for ranks in ([lost, RANKS[1]], [RANKS[0], lost]):
+        assert count(ranks=ranks, wanted=str.isdecimal) == TokenCounts(6, 6, 6)
+    other = [Answer("a", 3, (("0", 0, 2), ("7", 2, 3))), ANSWERS[1]]
+    assert count(answers=other, wanted=lambda version: version == "7") == TokenCounts(1, 0, 1)
+
+
 def test_a_label_taken_at_output_time_is_counted() -> None:
     late = [Answer("a", 3, (("0", 0, 1), ("1", 1, 3))), ANSWERS[1]]
     assert count(answers=late) == TokenCounts(6, 0, 1)

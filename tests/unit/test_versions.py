@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megastream.protocol.records import (
     Accepted,
     Attach,
@@ -80,3 +82,16 @@ def test_passes_follow_the_attachments() -> None:
     ledger.take(attach("b"))
     ledger.take(Accepted(attachment="b", incarnation=2, version=5, attempt=0, train_step=1))
     assert [line.version for line in ledger.of_pass("whole")] == [5]
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "ranks", "expected"),
+    [(0.25, (), 250.0), (None, (), None), (None, (RankCommit(0, True, 0.002, 1),), 2.0)],
+)
+def test_a_stall_is_measured_or_none(
+    stall_s: float | None, ranks: tuple[RankCommit, ...], expected: float | None
+) -> None:
+    ledger = Ledger(PASSES)
+    ledger.take(attach("a"))
+    ledger.take(Committed(attachment="a", incarnation=1, version=1, ranks=ranks, visible_unix_s=7, stall_s=stall_s))
+    assert ledger.lines[("a", 1)].stall_ms == expected
