@@ -182,6 +182,7 @@ class Host:
             self._lines.write(kind="fixed", name=one.name, version=trained["last"], answers=answers)
             await asyncio.to_thread(self._checker.export, self._job.results / EXPORTED)
             self._notes.leave(f"enough/{one.name}")
+        await asyncio.Event().wait()  # a part of the work that ends, ends the host
 
     def _tokens_between(self, base: int, last: int) -> int:
         """Tokens of finished answers that versions of one pass made, its base among them."""
