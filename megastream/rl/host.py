@@ -53,6 +53,7 @@ def engine_arguments(job: Job) -> AsyncEngineArgs:
         "engine": job.engine,
         "reconnect_s": job.config.deadlines.reconnect_s,
         "records": True,
+        "settings": engine_settings(job),
     }
     return AsyncEngineArgs(
         model=str(job.checkpoint),
@@ -68,6 +69,13 @@ def engine_arguments(job: Job) -> AsyncEngineArgs:
         additional_config={"megastream": plugin},
         **ENGINE_ARGUMENTS[engine.layout],
     )
+
+
+def engine_settings(job: Job) -> dict[str, float]:
+    """The run's deadlines under the engine's names for them."""
+    deadlines = job.config.deadlines
+    steps = dict.fromkeys(("transfer_s", "commit_s", "detach_s"), deadlines.step_s)
+    return {"bind_s": deadlines.attach_s, **steps}
 
 
 class Host:
