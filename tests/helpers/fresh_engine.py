@@ -42,7 +42,6 @@ def fresh_answers(run_folder: Path, deadline_s: float) -> list[dict[str, Any]]:
     """The answers of a fresh engine in a process of its own, without the plugin."""
     from megastream.rl.launch import _environment
 
-    job = Job.read(run_folder / JOB_FILE)
     environment = {**os.environ, **_environment(), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.fresh_engine", str(run_folder)],
