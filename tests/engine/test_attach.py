@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
-from megastream.sync import TrainerSync
 from tests.helpers.engine import Answer, Engine
-from tests.helpers.reveal_trainer import RevealTrainer, step, training
-from tests.helpers.traffic import count, differing, traffic
+from tests.helpers.reveal_trainer import Orders, training
+from tests.helpers.traffic import count, differing, update_often
 
 pytestmark = pytest.mark.timeout(600)
 
+UPDATES, TOKENS = 24, 5200
 
-def test_a_trainer_streams_into_the_decoding_engine(attachable: Engine, control_url: str) -> None:
+
+def test_no_token_is_mixed_or_mislabelled_when_a_trainer_streams(attachable: Engine, control_url: str) -> None:
     """The plugin as it is wired: agents in the workers, a coordinator in the core, gloo lanes, redis. No stand-ins."""
-    versions = range(1, 6)
-
-    def train(sync: TrainerSync, trainer: RevealTrainer) -> None:
-        sync.attach()
-        for version in versions:
-            step(sync, trainer, version)
-            sync.wait_committed(version, 30)
-        sync.finished("done")
+    orders = Orders()
 
     async def run() -> list[Answer]:
         assert (await attachable.ask("before", [20] * 4, 3)).labels() == ["0"] * 3
-        async with traffic(attachable) as answers:
-            with training(control_url, attachable.name, train) as errors:
-                while (await attachable.core("megastream_status"))["version"] < versions[-1] and not errors:
-                    await asyncio.sleep(0.05)
-            assert errors == []
-            await asyncio.sleep(0.2)
+        with training(control_url, attachable.name, orders.train) as errors:
+            try:
+                update = partial(asyncio.to_thread, orders.update)
+                answers = await update_often(attachable, 1, UPDATES, TOKENS, update)
+            finally:
+                orders.end()
+        assert errors == []
         return answers
 
-    found = count(attachable.run(run(), timeout_s=150))
-    assert found["tokens"] > 0 and (found["mixed"], found["mislabelled"]) == (0, 0)
+    answers = attachable.run(run(), timeout_s=300)
+    found = count(answers)
+    assert found["tokens"] >= 5000
+    assert (found["mixed"], found["mislabelled"]) == (0, 0)
+    assert len({label for a in answers for label in a.labels()}) >= 20
+    assert any(len(a.spans) > 1 for a in answers), "no request lived through an update"
     attachable.run(attachable.ranks("feed_install"))
-    assert attachable.run(differing(attachable, versions[-1])) == []
+    assert attachable.run(differing(attachable, UPDATES)) == []

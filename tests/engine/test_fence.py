@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+import torch
 
 from tests.helpers import reveal
 from tests.helpers.engine import Engine
@@ -13,7 +14,7 @@ from tests.helpers.traffic import commit, count, stage, traffic, update_often
 
 pytestmark = pytest.mark.timeout(600)
 
-UPDATES, TOKENS = 24, 5200
+UPDATES, TOKENS = 8, 1500
 
 
 def test_first_update_with_no_request_in_flight(engine: Engine) -> None:
@@ -48,13 +49,14 @@ def test_last_request_ends_right_after_a_commit(engine: Engine) -> None:
 
 
 def test_no_token_is_mixed_or_mislabelled(engine: Engine) -> None:
+    """As the broken fences below, only right. test_live.py does it with a trainer, more often and for longer."""
     answers = engine.run(
         update_often(engine, 10, UPDATES, TOKENS, lambda version: commit(engine, version)), timeout_s=150
     )
     found = count(answers)
-    assert found["tokens"] >= 5000
+    assert found["tokens"] >= TOKENS
     assert (found["mixed"], found["mislabelled"]) == (0, 0)
-    assert len({label for a in answers for label in a.labels()}) >= 20
+    assert len({label for a in answers for label in a.labels()}) >= UPDATES
     spans = [a.spans for a in answers]
     assert [a.carried for a in answers] == spans, "kv_transfer_params carry the same spans as vLLM's own field"
     assert any(len(s) > 1 for s in spans), "no request lived through an update"
@@ -63,6 +65,8 @@ def test_no_token_is_mixed_or_mislabelled(engine: Engine) -> None:
 def test_records_cover_every_step_on_every_rank(engine: Engine) -> None:
     """Run after the traffic above: stamp, live version on each rank, and the outputs' labels are joined."""
 
+    on_gpu = torch.cuda.is_available()
+
     async def run() -> None:
         records = await engine.core("megastream_records")
         batches = {step: (label, tokens) for step, label, tokens in records["batches"]}
@@ -70,6 +74,9 @@ def test_records_cover_every_step_on_every_rank(engine: Engine) -> None:
         for rank in records["ranks"]:
             assert dict(rank).keys() == batches.keys() == set(range(1, records["steps"] + 1))
             assert [step for step, label in rank if batches[step][0] != label] == []
+        for commits in records["commits"]:
+            assert len(commits) >= UPDATES
+            assert all(host_s > 0 and (device_s is not None) == on_gpu for _, host_s, device_s in commits)
 
     engine.run(run())
 

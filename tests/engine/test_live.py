@@ -122,6 +122,10 @@ def test_spans_reach_the_last_output_of_every_request(engine: Engine) -> None:
         await engine.core("set_weight_version", "77")
         answer = await engine.ask("native", PROMPT, 4)
         assert answer.spans == answer.carried == [("77", 0, 4)]
+        text = (await engine.ask("text", PROMPT, 1, stop=["no such text"])).text
+        stopped = await engine.ask("stopped", PROMPT, 8, stop=[text])
+        assert (stopped.finish_reason, stopped.spans) == ("stop", [("77", 0, len(stopped.tokens))])
+        assert stopped.carried == stopped.spans, "ended by vLLM's front end, on an output like any other"
 
     engine.run(run())
 

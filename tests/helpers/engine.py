@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Answer:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     carried: list[tuple[str, int, int]] = field(default_factory=list)
     finish_reason: str | None = None
+    text: str = ""
 
     def labels(self) -> list[str]:
         """The version label of every token."""
@@ -107,8 +109,8 @@ class Engine:
         """A worker method on every rank."""
         return await self.llm.collective_rpc(method, args=args)
 
-    async def ask(self, request_id: str, prompt: list[int], max_tokens: int) -> Answer:
-        """Greedy; every token with its logprob."""
+    async def ask(self, request_id: str, prompt: list[int], max_tokens: int, stop: list[str] | None = None) -> Answer:
+        """Greedy; every token with its logprob. Text is made only to look for `stop` in it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -116,7 +118,8 @@ class Engine:
             temperature=0,
             max_tokens=max_tokens,
             ignore_eos=True,
-            detokenize=False,
+            detokenize=stop is not None,
+            stop=stop,
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -124,6 +127,7 @@ class Engine:
         async for output in self.llm.generate({"prompt_token_ids": prompt}, parameters, request_id):
             part = output.outputs[0]
             answer.tokens += part.token_ids
+            answer.text += part.text
             self.num_tokens += len(part.token_ids)
             if part.token_ids:  # an output without tokens repeats earlier logprobs
                 answer.logprobs += [top[t].logprob for t, top in zip(part.token_ids, part.logprobs, strict=True)]
@@ -147,11 +151,20 @@ class Engine:
         self._thread.join(10)
 
 
-class Server:
-    """`vllm serve MODEL --weight-transfer-config megastream` as a process of its own. A context manager.
+def serve_command() -> list[str]:
+    """`vllm serve`, or the module behind it: the command asks for a distribution named vllm.
 
-    Started through the module behind that command, which also works where the wheel's metadata is not named `vllm`.
+    The CPU wheel has another name, which tools/setup.sh mends; without it the command ends at once.
     """
+    script = Path(sys.executable).with_name("vllm")
+    named = any(metadata.distributions(name="vllm"))
+    if named and script.exists():
+        return [str(script), "serve"]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+
+
+class Server:
+    """`vllm serve MODEL --weight-transfer-config megastream` as a process of its own. A context manager."""
 
     START_S = 420.0
 
@@ -160,7 +173,7 @@ class Server:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
         self._log = model.parent / "server.log"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command = [*serve_command(), str(model)]
         command += ["--port", str(self.port), "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"]
         command += ["--max-model-len", "512", "--max-num-seqs", "8", *arguments]
         command += ["--weight-transfer-config", '{"backend": "megastream"}']

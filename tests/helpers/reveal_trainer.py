@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,34 @@ def step(sync: TrainerSync, trainer: RevealTrainer, version: int) -> None:
         sync.final(buffer)
     sync.accept()
     sync.finish()
+
+
+class Orders:
+    """Lets a test say when the trainer ranks take their steps."""
+
+    def __init__(self) -> None:
+        self._orders: list[queue.SimpleQueue[int | None]] = [queue.SimpleQueue() for _ in range(MESH.world_size)]
+        self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def update(self, version: int) -> None:
+        """Steps all ranks once and waits until `version` is live. queue.Empty when it takes too long."""
+        for orders in self._orders:
+            orders.put(version)
+        for _ in self._orders:
+            assert self._done.get(timeout=60) == version
+
+    def end(self) -> None:
+        for orders in self._orders:
+            orders.put(None)
+
+    def train(self, sync: TrainerSync, trainer: RevealTrainer) -> None:
+        """A rank's whole training: attaches, follows the orders, says goodbye."""
+        sync.attach()
+        while (version := self._orders[trainer.layout.rank].get(timeout=120)) is not None:
+            step(sync, trainer, version)
+            sync.wait_committed(version, 30)
+            self._done.put(version)
+        sync.finished("done")
 
 
 @contextmanager

@@ -106,6 +106,11 @@ def stamp_of(batch: Any) -> tuple[int, int, str] | None:
     return getattr(batch, _STAMP, None)
 
 
+def finished_before(batch: Any) -> set[str]:
+    """Requests that ended, in whatever way, between the batch before and this one."""
+    return set(batch.finished_req_ids)
+
+
 def ordered_call(core: Any, method: str, args: tuple[Any, ...]) -> Future[list[Any]]:
     """Puts a worker call into the queue that also carries the model's steps, on every rank; engine core thread only.
 

@@ -139,7 +139,7 @@ class VllmCorePort:
         """Called for every batch as it is scheduled."""
         self._step += 1
         compat_core.stamp(batch, (self._step, self._version, self._label))
-        self.spans.forget(batch.finished_req_ids)
+        self.spans.forget(compat_core.finished_before(batch))
 
     def check_reports(self) -> None:
         """Called for every output before its tokens are looked at: discards them when a rank reported a difference."""
