@@ -14,7 +14,7 @@ set_environment()
 
 from megastream.engine.contract import CommitRequest  # noqa: E402
 from megastream.engine.vllm import compat, compat_core, core  # noqa: E402
-from megastream.engine.vllm.commit_times import CommitTimes  # noqa: E402
+from megastream.engine.vllm.commit_times import CommitTimes, Span  # noqa: E402
 from megastream.engine.vllm.worker import RankState, megastream_call  # noqa: E402
 from megastream.protocol.records import RankCommit  # noqa: E402
 
@@ -178,6 +178,7 @@ def test_no_worker_call_raises_and_a_broken_commit_leaves_no_label() -> None:
     state.agent = FixedAgent(RankCommit(rank=0, ok=True, stall_s=0.0, step=0))
     reply, label = commit({"nonsense": 1})
     assert (reply.ok, label) == (False, "0") and "nonsense" in reply.error
+    assert not megastream_call(worker, "commit", None).ok
     assert commit(request)[1] == "3"
     for broken in (RankCommit(rank=0, ok=False, stall_s=0.0, step=0, error="half"), RuntimeError("half")):
         state.agent = FixedAgent(broken)
@@ -213,17 +214,18 @@ class FakeEvent:
 def test_device_time_of_a_commit_is_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     times = CommitTimes(torch.device("cuda"))
-    with times.measure("1"):
+    with times.measure(Span("1")):
         pass
     assert times.take() == [], "not kept unless records are"
     times.kept = True
-    with pytest.raises(RuntimeError), times.measure("2") as span:
+    span = Span("2")
+    with pytest.raises(RuntimeError), times.measure(span):
         FakeEvent.now_ms = 40
         raise RuntimeError
     (found,) = times.take()
     assert (found.label, found.device_s) == ("2", 0.04) and 0 < found.host_s == span.host_s < 0.04
     on_cpu = CommitTimes(torch.device("cpu"))
     on_cpu.kept = True
-    with on_cpu.measure("3"):
+    with on_cpu.measure(Span("3")):
         pass
     assert [time.device_s for time in on_cpu.take()] == [None]

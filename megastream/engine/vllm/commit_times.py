@@ -26,7 +26,7 @@ class CommitTime:
 class Span:
     """One commit under way."""
 
-    label: str
+    label: str = ""
     host_s: float = 0.0
     begin: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
@@ -41,14 +41,14 @@ class CommitTimes:
         self.kept = False
 
     @contextmanager
-    def measure(self, label: str) -> Iterator[Span]:
+    def measure(self, span: Span) -> Iterator[None]:
         """Around one commit's call; `host_s` is there afterwards, also when it raised."""
-        span, started = Span(label), time.perf_counter()
+        started = time.perf_counter()
         if self._on_gpu and self.kept:
             span.begin, span.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             span.begin.record()
         try:
-            yield span
+            yield
         finally:
             if span.end is not None:
                 span.end.record()

@@ -14,7 +14,7 @@ from megastream.engine.contract import CommitRequest, WholeLoad
 from megastream.engine.digest import tensor_digest
 from megastream.engine.vllm import compat, compat_core, hooks
 from megastream.engine.vllm.board import BoardSlot
-from megastream.engine.vllm.commit_times import CommitTimes
+from megastream.engine.vllm.commit_times import CommitTimes, Span
 from megastream.engine.vllm.live import VllmLiveModel
 from megastream.protocol.records import PlanKind, RankCommit
 
@@ -90,17 +90,19 @@ class RankState:
         that broke off belong to no version.
         """
         reply = RankCommit(rank=self.rank, ok=False, stall_s=0.0, step=self.step)
-        with self.times.measure(str(payload.get("version"))) as time, hooks.Guard() as guard, torch.no_grad():
+        span = Span()
+        with hooks.Guard() as guard, torch.no_grad(), self.times.measure(span):
             if self.agent is None:
                 raise RuntimeError("no agent is attached")
             request = CommitRequest(**payload)
+            span.label = request.label
             self.label = UNKNOWN_LABEL
             reply = self.agent.commit(request)
             if reply.ok:
                 self.label = request.label
         error = guard.error or reply.error
         return msgspec.structs.replace(
-            reply, rank=self.rank, ok=reply.ok and not error, stall_s=time.host_s, step=self.step, error=error
+            reply, rank=self.rank, ok=reply.ok and not error, stall_s=span.host_s, step=self.step, error=error
         )
 
     def relabel(self, label: str) -> None:
