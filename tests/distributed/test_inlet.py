@@ -28,11 +28,11 @@ def test_an_abort_ends_lanes_that_nobody_has_connected_to() -> None:
     time.sleep(0.2)
     started = time.monotonic()
     broken.abort()
-    after = inlet(receiver, failures)
-    addresses = after.addresses()  # before the threads of the broken one have ended
-    after.open()
     broken.join(3.0)
     assert time.monotonic() - started < 3.0
+    after = inlet(receiver, failures)
+    addresses = after.addresses()
+    after.open()
     lanes = [connect(address, 5.0) for address in addresses.values()]
     for lane in lanes:
         lane.close()
