@@ -1,4 +1,7 @@
-"""A fresh vLLM without megastream, started from the checkpoint that a run exported; answers the fixed prompts.
+"""A fresh vLLM, started from the checkpoint that a run exported; answers the fixed prompts.
+
+It serves no weight-transfer backend and nobody attaches; of the plugin only the CPU repairs are at work, without which
+vLLM 0.32 does not run two stages on a CPU.
 
 python -m tests.helpers.fresh_engine RUN_FOLDER     prints one JSON line
 """
@@ -39,13 +42,13 @@ async def _ask(job: Job) -> list[dict[str, Any]]:
 
 
 def fresh_answers(run_folder: Path, deadline_s: float) -> list[dict[str, Any]]:
-    """The answers of a fresh engine in a process of its own, without the plugin."""
+    """The answers of a fresh engine in a process of its own."""
     from megastream.rl.launch import _environment
 
     environment = {**os.environ, **_environment(), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.fresh_engine", str(run_folder)],
-        env={**environment, "VLLM_PLUGINS": ""},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=deadline_s,
