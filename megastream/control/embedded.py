@@ -135,6 +135,8 @@ class EmbeddedServer:
             "--appendonly": "no",
             "--daemonize": "no",
             "--dir": str(self.folder),
+            # The title would be written over the environment, by which a run knows its processes.
+            "--set-proc-title": "no",
         }
         return [str(binary), *(part for option in options.items() for part in option)]
 
