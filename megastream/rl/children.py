@@ -17,6 +17,7 @@ from types import TracebackType
 from megastream.rl.owned import Owner, start_time
 
 PR_SET_PDEATHSIG = 1
+AUTOGROUP = Path("/proc/self/autogroup")
 POLL_S = 0.1
 NOTE_EVERY_S = 2.0
 _GAVE_UP = re.compile(r"(engine host|trainer rank \d+|prepare): |[\w.]*(Error|Exception|Interrupt): ")
@@ -164,6 +165,9 @@ def before_program(parent: int, nice: int) -> Callable[[], None]:
 
     def ask() -> None:
         os.nice(nice)
+        # Linux schedules sessions against each other first, and inside one by niceness; each child leads its own.
+        if nice and os.access(AUTOGROUP, os.W_OK):
+            AUTOGROUP.write_text(str(nice))
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
