@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -34,6 +37,9 @@ ENVIRONMENT = {
 def set_environment() -> None:
     """For this process and the engine's, before vLLM is imported."""
     os.environ.update(ENVIRONMENT)
+    if "VLLM_RPC_BASE_PATH" not in os.environ:  # vLLM never removes its sockets
+        os.environ["VLLM_RPC_BASE_PATH"] = folder = tempfile.mkdtemp(prefix="ms-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
