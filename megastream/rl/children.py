@@ -88,7 +88,9 @@ class Children:
                 process.kill()
                 process.wait()
 
-    def start(self, name: str, module: str, *arguments: str, nice: int = 0) -> Child:
+    def start(
+        self, name: str, module: str, *arguments: str, nice: int = 0, environment: dict[str, str] | None = None
+    ) -> Child:
         """Runs `python -m module arguments` at a scheduling priority; its output goes to `<name>.log`."""
         log = self._folder / f"{name}.log"
         with log.open("wb") as output:
@@ -97,7 +99,7 @@ class Children:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=self._environment,
+                env={**self._environment, **(environment or {})},
                 start_new_session=True,
                 preexec_fn=before_program(os.getpid(), nice),
             )

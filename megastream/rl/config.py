@@ -44,6 +44,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Megatron's side. `micro_batch` counts sequences, `clip_grad` is a global norm.
 
     Parameters are stepped and sent in runs of `bucket_elements`; Megatron's gradient buckets stay as they are.
+    `deterministic` asks torch for kernels that give the same bits each time. On a CPU all of them do; on a GPU two
+    equal stock trainings differ without it from the first step on, and cannot be compared bit for bit.
     """
 
     tp: int = 1
@@ -55,6 +57,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     learning_rate: float
     clip_grad: float
     bucket_elements: int
+    deterministic: bool = False
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
@@ -195,7 +198,9 @@ def _check_positive(section: Section, prefix: str) -> None:
         value = getattr(section, name)
         if isinstance(value, Section):
             _check_positive(value, f"{prefix}{name}.")
-        elif isinstance(value, int | float) and value <= 0 and (value < 0 or prefix + name not in zero_is_fine):
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        elif value < 0 or (value == 0 and prefix + name not in zero_is_fine):
             raise ConfigError(f"{prefix}{name} is {value}; it must be above 0")
 
 

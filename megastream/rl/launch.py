@@ -81,7 +81,9 @@ def _run(job: Job, children: Children, config: configs.Config) -> None:
     children.run_to_end("prepare", "megastream.rl.prepare", str(path), deadline_s=config.deadlines.start_s)
     host = children.start("host", "megastream.rl.host", str(path), nice=config.engine.nice)
     ranks = [
-        children.start(f"trainer-{rank}", "megastream.rl.train", str(path), str(rank))
+        children.start(
+            f"trainer-{rank}", "megastream.rl.train", str(path), str(rank), environment=_trainer_environment(config)
+        )
         for rank in range(config.trainer.ranks)
     ]
     with Progress(job) as progress:
@@ -151,6 +153,11 @@ def _refuse_long_path(folder: Path) -> None:
     """vLLM's sockets lie in the temporary folder, under names of up to 50 characters; 107 fit in all."""
     if len(str(folder)) > 55:
         raise ValueError(f"the temporary folder {folder} is too long for sockets; set TMPDIR to a shorter one")
+
+
+def _trainer_environment(config: configs.Config) -> dict[str, str]:
+    """cuBLAS keeps one order of summation only with workspaces of a fixed size (its manual, "Reproducibility")."""
+    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.trainer.deterministic else {}
 
 
 def _environment() -> dict[str, str]:

@@ -221,6 +221,7 @@ def train(job: Job, number: int) -> None:
     shape = load_shape(job.checkpoint)
     trainer = trainer_config(job, shape)
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(config.trainer.deterministic)
     start_process_group(
         trainer,
         rank=number,
