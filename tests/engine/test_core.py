@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ set_environment()
 from megastream.engine.contract import CommitRequest  # noqa: E402
 from megastream.engine.vllm import compat, compat_core, core  # noqa: E402
 from megastream.engine.vllm.commit_times import CommitTimes, Span  # noqa: E402
+from megastream.engine.vllm.port import VllmCorePort  # noqa: E402
 from megastream.engine.vllm.worker import RankState, megastream_call  # noqa: E402
 from megastream.protocol.records import RankCommit  # noqa: E402
 
@@ -229,3 +232,42 @@ def test_device_time_of_a_commit_is_kept_apart(monkeypatch: pytest.MonkeyPatch) 
     with on_cpu.measure(Span("3")):
         pass
     assert [time.device_s for time in on_cpu.take()] == [None]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_call_in_slices_lets_a_busy_engine_step_between_them(busy: bool) -> None:
+    """One rank replies at once, so that each slice would be followed by the next before the core steps."""
+    commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    happened: list[str] = []
+    slices = 3
+
+    def rpc(method: str, args: Any, non_block: bool = False) -> Any:
+        happened.append("slice")
+        replies = [{"done": happened.count("slice") == slices, "error": ""}]
+        if not non_block:
+            return replies
+        reply: Future[list[Any]] = Future()
+        reply.set_result(replies)
+        return reply
+
+    fake: Any = SimpleNamespace(
+        input_queue=commands, has_work=lambda: busy, model_executor=SimpleNamespace(collective_rpc=rpc)
+    )
+    port = VllmCorePort(fake, 1, records=False)
+
+    def done(replies: tuple[dict[str, Any], ...]) -> None:
+        if not replies[0]["done"]:
+            port.call_ranks("compare", {}, done)
+
+    try:
+        port.call_ranks("compare", {}, done)
+        for _ in range(slices):
+            port.drain_when_idle()
+            while not commands.empty():
+                commands.get()[1]()
+            if busy:
+                happened.append("step")
+                port.stamp(SimpleNamespace(finished_req_ids=()))
+    finally:
+        port.close()
+    assert happened == (["slice", "step"] * slices if busy else ["slice"] * slices)

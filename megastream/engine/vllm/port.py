@@ -37,6 +37,8 @@ class VllmCorePort:
         self._version = int(FIRST_LABEL)
         self._step = 0
         self._open: list[Future[list[Any]]] = []
+        self._called_at = -1
+        self._waiting: list[Callable[[], None]] = []
         self._poison = ""
         self._board = Board(num_ranks)
         self._reports = self._board.reports()
@@ -107,6 +109,14 @@ class VllmCorePort:
         done(ranks)
 
     def _call_ranks(self, op: str, payload: dict[str, Any], done: Callable[[tuple[dict[str, Any], ...]], None]) -> None:
+        """At most one such call between two steps: with one rank a reply is there at once, and a caller that answers
+        it with the next call (a comparison in slices) would never let the engine step.
+        """
+        if self._called_at == self._step and compat_core.has_work(self._core):
+            self._waiting.append(partial(self._call_ranks, op, payload, done))
+            return
+        self._called_at = self._step
+
         def answered(replies: list[dict[str, Any]] | None, error: str) -> None:
             lost = [{"ok": False, "rank": rank, "error": error} for rank in range(self._num_ranks)]
             done(tuple(replies or lost))
@@ -123,11 +133,19 @@ class VllmCorePort:
 
     def drain_when_idle(self) -> None:
         """Reads the replies that no step will read any more, before the core waits for input."""
-        if self._open and not compat_core.has_work(self._core):
-            for future in self._open:
-                with suppress(RuntimeError, TimeoutError):
-                    future.result()
-            self._open = []
+        if compat_core.has_work(self._core):
+            return
+        for future in self._open:
+            with suppress(RuntimeError, TimeoutError):
+                future.result()
+        self._open = []
+        self._release()
+
+    def _release(self) -> None:
+        """The core goes on with the calls that waited for a step, or for the end of all work."""
+        waiting, self._waiting = self._waiting, []
+        for command in waiting:
+            compat_core.enqueue(self._core, command)
 
     def set_live(self, label: str) -> None:
         """From the next scheduled batch on, stamps say `label`."""
@@ -138,6 +156,7 @@ class VllmCorePort:
     def stamp(self, batch: Any) -> None:
         """Called for every batch as it is scheduled."""
         self._step += 1
+        self._release()
         compat_core.stamp(batch, (self._step, self._version, self._label))
         self.spans.forget(compat_core.finished_before(batch))
 
