@@ -114,11 +114,8 @@ def _longest_quiet_gap_ms(files: Files) -> float | None:
 def _stalls(files: Files, timed: Pass, lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Time in which the engine could not step because of an update; repair and vLLM's own sleep are rows apart."""
     if timed.mode == "stream":
-        missing = [line["version"] for line in lines if line["stall_ms"] is None]
-        if missing:
-            raise SummaryError(f"pass {timed.name} has no stall of versions {missing}")
         return {
-            "update_stall_ms": median(line["stall_ms"] for line in lines),
+            "update_stall_ms": 1e3 * median(_commit_s(files, line["version"]) for line in lines),
             "repair_ms": 0.0,
             "pause_sleep_ms": 0.0,
         }
@@ -131,6 +128,21 @@ def _stalls(files: Files, timed: Pass, lines: list[dict[str, Any]]) -> dict[str,
         "repair_ms": 1e3 * median(line["repair_s"] for line in pauses),
         "pause_sleep_ms": 1e3 * median(line["sleep_s"] for line in pauses),
     }
+
+
+def _commit_s(files: Files, version: int) -> float:
+    """The slowest rank's commit: its call or, on a GPU, the copies that the call left behind, whichever was longer."""
+    found = [
+        [max(host_s, device_s or 0.0) for label, host_s, device_s in rank if label == str(version)]
+        for rank in files.records["commits"]
+    ]
+    if not found or not all(found):
+        raise SummaryError(f"records.json has no commit of version {version} on engine ranks {_missing(found)}")
+    return max(max(times) for times in found)
+
+
+def _missing(found: list[list[float]]) -> list[int]:
+    return [rank for rank, times in enumerate(found) if not times]
 
 
 def _checked_figures(files: Files, checked: Pass) -> dict[str, Any]:

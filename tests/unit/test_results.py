@@ -40,7 +40,11 @@ def files(tmp_path: Path) -> Files:
     answers = [
         {"request": "q0", "tokens": 5, "spans": [["1", 0, 5]], "asked_unix_s": 2.0, "times": times, "counts": [1] * 5}
     ]
-    records = {"batches": [[n, "1", {"q0": 1}] for n in range(5)], "ranks": [[[n, "1"] for n in range(5)]] * 2}
+    records = {
+        "batches": [[n, "1", {"q0": 1}] for n in range(5)],
+        "ranks": [[[n, "1"] for n in range(5)]] * 2,
+        "commits": [[[str(version), rank / 100, None] for version in (1, 2, 3, 4)] for rank in (1, 2)],
+    }
     engine = [{"kind": "engine", "bytes_floor": 10}, *checks]
     return Files(job, trainer, engine, answers, [live("stream", version) for version in (1, 2, 3, 4)], records)
 
@@ -130,9 +134,15 @@ def test_versions_that_nobody_made_or_that_never_came_are_errors(files: Files, v
 
 
 def test_a_stall_that_nobody_measured_is_not_zero(files: Files) -> None:
-    files.versions[0]["stall_ms"] = None
-    with pytest.raises(SummaryError, match="no stall of versions"):
+    del files.records["commits"][1][0]
+    with pytest.raises(SummaryError, match=r"no commit of version 1 on engine ranks \[1\]"):
         stream_figures(files)
+
+
+def test_a_stall_is_the_slowest_ranks_and_counts_what_a_gpu_does_behind_the_call(files: Files) -> None:
+    assert stream_figures(files)["update_stall_ms"] == 20.0
+    files.records["commits"][0] = [[str(version), 0.01, 0.5] for version in (1, 2, 3, 4)]
+    assert stream_figures(files)["update_stall_ms"] == 500.0
 
 
 def test_checks_and_tokens_must_be_as_many_as_configured(files: Files) -> None:
