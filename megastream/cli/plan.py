@@ -70,7 +70,11 @@ def _as_dict(plan: Plan, cost: PlanCost, trainer: Mesh, engine: Mesh) -> dict[st
         },
         "links": [{"source": s, "target": t, "bytes": num} for (s, t), num in cost.by_link.items()],
         "units": [
-            {"unit": unit, "buckets": [f"{rank}:{name}" for rank, name in pairs]}
+            {
+                "unit": unit,
+                "buckets": [f"{rank}:{name}" for rank, name in pairs],
+                "final_with": [f"{rank}:{plan.closing_buffers[unit, rank]}" for rank in sorted({r for r, _ in pairs})],
+            }
             for unit, pairs in buffers_of_units(plan).items()
         ],
         "pieces": cost.pieces,

@@ -84,6 +84,14 @@ class Plan:
         """Pieces that each engine rank receives, in plan order."""
         return _group(self.pieces, "target")
 
+    @cached_property
+    def closing_buffers(self) -> dict[tuple[str, int], str]:
+        """The buffer that makes a unit final on a trainer rank that sends part of it: (unit, source rank) -> buffer.
+
+        Pieces of a rank come in the order in which its buffers become final, so it is that of the unit's last piece.
+        """
+        return {(piece.unit, piece.source): piece.source_buffer for piece in self.pieces}
+
     @property
     def payload_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces)

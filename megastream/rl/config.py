@@ -9,6 +9,8 @@ from typing import Any, Literal, get_origin, get_type_hints
 import msgspec
 import yaml
 
+from megastream.trainer.policies import MAX_ABORT_RATE, Finality, clipping_refusal
+
 
 class ConfigError(ValueError):
     """The file cannot be used. Names the dotted path and the remedy."""
@@ -75,9 +77,14 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
 
 class StreamConfig(Section, frozen=True, kw_only=True):
-    """How the weights travel. `piece_mib` bounds one message, `experts_per_unit` the experts tracked together."""
+    """How the weights travel. `piece_mib` bounds one message, `experts_per_unit` the experts tracked together.
 
-    finality: Literal["pipelined", "whole"] = "pipelined"
+    `finality` says when a bucket leaves; `speculative` gives up on speculation while more than `max_abort_rate` of the
+    last steps were clipped.
+    """
+
+    finality: Finality = "pipelined"
+    max_abort_rate: float = MAX_ABORT_RATE
     piece_mib: float
     experts_per_unit: int
     slots_per_target: int
@@ -147,6 +154,7 @@ def parse(raw: dict[str, Any]) -> Config:
     _check_positive(config, "")
     _check_layout(config)
     _check_modes(config.run.modes)
+    _check_finality(config)
     return config
 
 
@@ -193,7 +201,14 @@ def _all_keys(section: type, prefix: str) -> list[str]:
 
 
 def _check_positive(section: Section, prefix: str) -> None:
-    zero_is_fine = {"run.checked_updates", "run.checked_tokens", "engine.nice", "seed", "trainer.clip_grad"}
+    zero_is_fine = {
+        "run.checked_updates",
+        "run.checked_tokens",
+        "engine.nice",
+        "seed",
+        "trainer.clip_grad",
+        "stream.max_abort_rate",
+    }
     for name in section.__struct_fields__:
         value = getattr(section, name)
         if isinstance(value, Section):
@@ -226,6 +241,14 @@ def _check_modes(modes: tuple[str, ...]) -> None:
         raise ConfigError(
             f"run.modes is [{', '.join(modes)}]; give each of stock, stream and whole at most once, and one"
         )
+
+
+def _check_finality(config: Config) -> None:
+    stream = config.stream
+    if reason := clipping_refusal(stream.finality, config.trainer.clip_grad):
+        raise ConfigError(f"stream.finality and trainer.clip_grad: {reason}")
+    if stream.max_abort_rate > 1:
+        raise ConfigError(f"stream.max_abort_rate is {stream.max_abort_rate:g}; it is a share of steps, from 0 to 1")
 
 
 def _divides(what: str, value: int, axis: str, size: int) -> None:

@@ -20,6 +20,7 @@ from megastream.rl.children import Child, Children, RunFailed
 from megastream.rl.folder import JOB_FILE, forget_results, refuse_foreign
 from megastream.rl.job import Job
 from megastream.rl.owned import MARK, Owner, StillRunning, clean, start_time, sweep
+from megastream.trainer.policies import consequences
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -75,6 +76,8 @@ def _run(job: Job, children: Children, config: configs.Config) -> None:
     from megastream.rl.progress import Progress
     from megastream.rl.summary import refuse_wrong, write_summary
 
+    stream = config.stream
+    print(consequences(stream.finality, config.trainer.clip_grad, stream.max_abort_rate), flush=True)
     path = job.results / JOB_FILE
     job.write(path)
     forget_results(job.results)  # not before: whatever refuses to start leaves the last run's results alone

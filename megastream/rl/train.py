@@ -27,8 +27,8 @@ from megastream.sync import SyncError, TrainerSettings, TrainerSync
 from megastream.trainer.adapter import MegatronAdapter
 from megastream.trainer.compat import forget_moments
 from megastream.trainer.config import TrainerConfig
-from megastream.trainer.finality import Finality
 from megastream.trainer.model import TokenBatch, build, start_process_group, train_step
+from megastream.trainer.policies import Finality
 from megastream.trainer.stepper import StepResult
 
 
@@ -117,14 +117,13 @@ def _train_attached(rank: Rank, one: Pass) -> None:
 
 def _train_synced(rank: Rank, one: Pass, sync: TrainerSync) -> None:
     attached = sync.attach("whole" if one.mode == "whole" else "stream")
-    stepper = rank.adapter.stepper(finality_of(rank.job, one), sync.final)
+    stream = rank.job.config.stream
+    stepper = rank.adapter.stepper(finality_of(rank.job, one), sync.listener, max_abort_rate=stream.max_abort_rate)
     _mark(rank, one, "begin", base=attached.version, attachment=attached.attachment)
     made: list[int] = []
     for index in range(one.updates):
         begin = time.perf_counter()
         loss = _forward_backward(rank, index)
-        sync.wait_leases()
-        sync.begin(sync.next_version, index + 1)
         result = stepper.step()
         final_unix_s = time.time()
         if not result.ok:
@@ -137,6 +136,7 @@ def _train_synced(rank: Rank, one: Pass, sync: TrainerSync) -> None:
         _write_step(rank, one, index, version, loss, result, begin, final_unix_s)
         if one.checked:
             _have_checked(rank, sync, version)
+    stepper.close()
     last = made[-1] if made else attached.version
     if made:
         sync.wait_committed(last, rank.job.config.deadlines.step_s)
@@ -234,7 +234,13 @@ def train(job: Job, number: int) -> None:
     batches = Batches(read_pairs(job.results / TRAIN_FILE), config.data.seq_length, config.seed)
     chunks, optimizer = build(trainer)
     adapter = MegatronAdapter(
-        chunks, optimizer, family_of(shape), shape, bucket_elements=config.trainer.bucket_elements
+        chunks,
+        optimizer,
+        family_of(shape),
+        shape,
+        bucket_elements=config.trainer.bucket_elements,
+        finality=config.stream.finality,
+        experts_per_unit=config.stream.experts_per_unit,
     )
     rank = Rank(job, number, chunks, optimizer, adapter, batches, log, notes, lines)
     notes.wait("generating", config.deadlines.start_s, "the engine host")

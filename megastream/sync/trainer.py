@@ -2,14 +2,13 @@
 
     sync = TrainerSync(log, rank=rank, world_size=world_size, trainer=adapter, settings=settings)
     sync.attach("stream")
-    stepper = adapter.stepper("pipelined", on_final=sync.final)
+    stepper = adapter.stepper("pipelined", sync.listener)
     while training:
         forward_backward()
-        sync.wait_leases()
-        sync.begin(sync.next_version, train_step)
         if stepper.step().ok:
             sync.accept()
             sync.finish()
+    stepper.close()
     sync.finished("done")
 
 Every trainer rank makes the same calls in the same order. Every wait ends: with what it waited for, with a SyncError
@@ -34,11 +33,11 @@ from megastream.sync.binding import Binder, TrainerModel
 from megastream.trainer.emit import Emitter
 from megastream.trainer.outgoing import EmitError, EmitReport
 from megastream.trainer.settings import TrainerSettings
+from megastream.trainer.stepper import Listener
 
 T = TypeVar("T")
 
-CAUSE_S = 1.0
-"""How long a broken emission waits for the record that says who failed first, in seconds."""
+CAUSE_S = 1.0  # how long a broken emission waits for the record that says who failed first
 
 
 class TrainerSync:
@@ -129,6 +128,18 @@ class TrainerSync:
 
     # ---- every step
 
+    @property
+    def listener(self) -> Listener:
+        """For `stepper`: opens the next version before weights change, emits buckets, withdraws what does not count.
+
+        A version that is withdrawn is open again, under its next attempt; its train step is one above the last opened.
+        """
+        return Listener(self.final, self._opens, lambda: self.begin(self._version, self._train_step))
+
+    def _opens(self) -> None:
+        self.wait_leases()
+        self.begin(self.next_version, self._train_step + 1)
+
     def begin(self, version: int, train_step: int) -> None:
         """Opens a version before its optimizer step; the same number again opens its next attempt.
 
@@ -182,7 +193,6 @@ class TrainerSync:
     def wait_committed(self, version: int, deadline_s: float) -> Committed:
         """Blocks until `version` or a newer one is live. EnginePoisoned when the engine could not take `version`."""
         book = self._book
-
         missing = f"version {version} to become live on engine {book.engine}"
         self._wait(lambda: book.committed_at(version) or book.is_poisoned_by(version), deadline_s, missing)
         if (committed := book.committed_at(version)) is None:

@@ -18,12 +18,16 @@ from megastream.layout.shard import BufferSpec, RankLayout, Shard
 from megastream.layout.trainer import TrainerParam, trainer_rank_layout
 from megastream.trainer import compat
 from megastream.trainer.buckets import BUCKET_ELEMENTS, cut
-from megastream.trainer.finality import Finality, make_stepper
-from megastream.trainer.stepper import OnFinal, Stepper
+from megastream.trainer.compat_grads import late_params
+from megastream.trainer.finality import make_stepper
+from megastream.trainer.policies import MAX_ABORT_RATE, Finality, is_streamed
+from megastream.trainer.stepper import Listener, Stepper, Trained
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)$")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_CANONICAL_EXPERT = re.compile(r"(decoder\.layers\.\d+)\.mlp\.experts\.local_experts\.(\d+)\.")
+_CANONICAL_LAYER = re.compile(r"decoder\.layers\.\d+\.")
 # TransformerEngine fuses a norm into the linear behind it.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -35,6 +39,8 @@ class MegatronAdapter:
     """Names, buckets, layout and steps of this rank's model chunks.
 
     `chunks` are megatron DDP chunks, one per virtual stage, `optimizer` the chained distributed optimizer over them.
+    Buckets end at `bucket_elements`; for a `finality` that streams out of the backward also where a unit ends, so that
+    a unit is final as early as it can be. Both sizes are those of the run.
     UnsupportedTrainer names a version or a setting under which it is not known when a weight is final.
     """
 
@@ -46,18 +52,26 @@ class MegatronAdapter:
         shape: ModelShape,
         *,
         bucket_elements: int = BUCKET_ELEMENTS,
+        finality: Finality = "pipelined",
+        experts_per_unit: int = 8,
     ) -> None:
         self.library = f"megatron-core {compat.check_version()}"
         compat.install()
         compat.refuse_unsupported(chunks, optimizer)
         self._chunks, self._optimizer, self.family, self._shape = chunks, optimizer, family, shape
-        self._buckets = cut(chunks, optimizer, bucket_elements)
         self._coords = mesh_coords()
+        local_experts = shape.num_experts // self._coords["ep_size"]
         self._names = {
-            param: name
-            for chunk in chunks
-            for name, param in _canonical_params(chunk, shape.num_experts // self._coords["ep_size"], self._coords)
+            param: name for chunk in chunks for name, param in _canonical_params(chunk, local_experts, self._coords)
         }
+        if is_streamed(finality):
+            borders = {
+                param: _unit_border(name, local_experts, experts_per_unit) for param, name in self._names.items()
+            }
+            late = late_params(chunks)
+            self._buckets = cut(chunks, optimizer, bucket_elements, border_of=borders.__getitem__, late=late)
+        else:
+            self._buckets = cut(chunks, optimizer, bucket_elements)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -82,9 +96,10 @@ class MegatronAdapter:
             buffers=tuple(buffers),
         )
 
-    def stepper(self, finality: Finality, on_final: OnFinal) -> Stepper:
-        """What replaces `optimizer.step()`; it calls `on_final(bucket name)` on this rank for every bucket."""
-        return make_stepper(finality, self._optimizer, self._buckets, on_final)
+    def stepper(self, finality: Finality, listener: Listener, *, max_abort_rate: float = MAX_ABORT_RATE) -> Stepper:
+        """What replaces `optimizer.step()`; it tells `listener` of this rank's buckets. See `make_stepper`."""
+        trained = Trained(self._chunks, self._optimizer, self._buckets, self._names.__getitem__)
+        return make_stepper(finality, trained, listener, max_abort_rate=max_abort_rate)
 
     @torch.no_grad()
     def load_hf(self, folder: str | Path) -> None:
@@ -176,6 +191,14 @@ def _inside_layer(name: str, first_expert: int) -> str:
     else:
         return _FUSED_NORMS.get(name, name)
     return f"mlp.experts.local_experts.{first_expert + expert}.{linear}.weight"
+
+
+def _unit_border(name: str, local_experts: int, experts_per_unit: int) -> tuple[str, int]:
+    """Equal for parameters of one unit, as far as this rank holds it; the same on all expert-parallel ranks."""
+    if match := _CANONICAL_EXPERT.match(name):
+        return match[1], int(match[2]) % local_experts // experts_per_unit
+    layer = _CANONICAL_LAYER.match(name)
+    return (layer[0] if layer else name), -1
 
 
 class _Checkpoint:

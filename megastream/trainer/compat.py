@@ -140,13 +140,17 @@ class DdpBucket:
     """One param/grad bucket of megatron's DDP. `data` is flat, in model dtype; `params` are (param, start, end).
 
     Rank r of `group` owns the r-th of `group.size()` equal slices of `data`: it steps them, and its bytes are final
-    before everybody else's.
+    before everybody else's. `grads` are the main gradients of the same elements; a reduction multiplies each replica's
+    by `grad_scale` and combines them with `reduce_op`.
     """
 
     name: str
     data: torch.Tensor
     params: tuple[tuple[torch.nn.Parameter, int, int], ...]
     group: torch.distributed.ProcessGroup
+    grads: torch.Tensor
+    grad_scale: float
+    reduce_op: Any
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,16 @@ def _ddp_bucket(name: str, buffer: Any, bucket: Any) -> DdpBucket:
     # bucket.param_to_index leaves the padding out in 0.16; the buffer's own map is right in every version.
     spans = [(param, *buffer.param_index_map[param][:2]) for param in bucket.params_list]
     params = sorted(((p, start - bucket.offset, end - bucket.offset) for p, start, end in spans), key=lambda s: s[1])
-    return DdpBucket(name, bucket.param_data, tuple(params), buffer.data_parallel_group)
+    average = buffer.ddp_config.average_in_collective
+    return DdpBucket(
+        name,
+        bucket.param_data,
+        tuple(params),
+        buffer.data_parallel_group,
+        bucket.grad_data,
+        bucket.gradient_scaling_factor,
+        torch.distributed.ReduceOp.AVG if average else torch.distributed.ReduceOp.SUM,
+    )
 
 
 def members(optimizer: Any) -> list[Any]:
@@ -201,53 +214,6 @@ def main_shards(optimizer: Any) -> Iterator[MainShard]:
             for param, main in (*zip(model32, shard32, strict=True), *zip(model16, shard16, strict=True)):
                 span = member._get_model_param_range_map(param)["gbuf_world_in_bucket"]
                 yield MainShard(param, main, span.start, span.end, member, group)
-
-
-def clip(member: Any, mains: list[torch.Tensor], norm: float) -> None:
-    """Scales the gradients of these masters in place, as `ChainedOptimizer.step` does for all of the member's."""
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
-    if member.config.clip_grad > 0.0:
-        clip_grad_by_total_norm_fp32(mains, max_norm=member.config.clip_grad, total_norm=norm)
-
-
-class SplitStep:
-    """One step of the inner optimizers, taken subset by subset. Adam is elementwise, so the split changes no bit.
-
-    TransformerEngine's and apex's FusedAdam count `step` in the group: every subset starts from the group's own value,
-    and `finish` writes the advanced value back once. torch's AdamW counts per parameter.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._members = members(optimizer)
-        self._advanced: dict[int, dict[str, Any]] = {}
-
-    def step(self, member: Any, shards: Sequence[MainShard]) -> None:
-        """Steps these shards of one member; their gradients are in `main.grad`."""
-        subsets: dict[int, dict[str, Any]] = {}
-        for shard in shards:
-            subset = subsets.setdefault(id(shard.group), {**shard.group, "params": []})
-            subset["params"].append(shard.main)
-        _step_groups(member.optimizer, list(subsets.values()))
-        self._advanced.update(subsets)
-
-    def finish(self) -> None:
-        """Brings the groups to where a stock step leaves them; one that is empty on this rank is stepped as it is."""
-        for member in self._members:
-            for group in member.optimizer.param_groups:
-                advanced = self._advanced.get(id(group))
-                if advanced is None:
-                    advanced = {**group, "params": []}
-                    _step_groups(member.optimizer, [advanced])
-                group.update({key: value for key, value in advanced.items() if key != "params"})
-
-
-def _step_groups(inner: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    whole, inner.param_groups = inner.param_groups, groups
-    try:
-        inner.step()
-    finally:
-        inner.param_groups = whole
 
 
 _NOT_BY_BUCKET = (

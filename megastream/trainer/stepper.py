@@ -12,9 +12,40 @@ import torch.distributed as dist
 
 from megastream.trainer import compat
 from megastream.trainer.buckets import Bucket
+from megastream.trainer.not_finite import name_not_finite
+from megastream.trainer.split import SplitStep
 
 OnFinal = Callable[[str], None]
 """Called with a bucket's name, on the training thread, once its bytes are final on this rank. Must return at once."""
+
+SKIPPED = "the step is skipped, weights and moments stay as they were"
+
+
+def _nothing() -> None: ...
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told of a step; all calls come on the thread that trains (for CUDA models also on autograd's).
+
+    `opens` once per step, before the first weight of it changes: it may wait for whoever still reads the old ones.
+    `final` for each bucket. `withdrawn` when what was final in this step is not: the weights will change again, and
+    buckets of a step that counts become final anew. The first is the one that a caller cannot do without.
+    """
+
+    final: OnFinal
+    opens: Callable[[], None] = _nothing
+    withdrawn: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a stepper steps on one rank: DDP chunks, their chained optimizer, its buckets, and names for messages."""
+
+    chunks: Sequence[Any]
+    optimizer: Any
+    buckets: Sequence[Bucket]
+    name_of: Callable[[torch.nn.Parameter], str] = lambda param: f"a parameter of shape {tuple(param.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +61,9 @@ class Stepper(Protocol):
 
     def step(self) -> StepResult: ...
 
+    def close(self) -> None:
+        """Leaves megatron as it was found. Idempotent."""
+
 
 class WholeStepper:
     """Stock `optimizer.step()`, then every bucket is final: what every other system does.
@@ -37,17 +71,21 @@ class WholeStepper:
     Stock steps with gradients that are not finite, too; such a step is not ok and reports no bucket.
     """
 
-    def __init__(self, optimizer: Any, buckets: Sequence[Bucket], on_final: OnFinal) -> None:
-        self._optimizer, self._buckets, self._on_final = optimizer, buckets, on_final
+    def __init__(self, trained: Trained, listener: Listener) -> None:
+        self._trained, self._listener = trained, listener
 
     def step(self) -> StepResult:
         compat.install()
-        ok, norm, _ = self._optimizer.step()
+        self._listener.opens()
+        ok, norm, _ = self._trained.optimizer.step()
         if not ok or not math.isfinite(norm):
+            name_not_finite(self._trained.buckets, self._trained.name_of, "the step makes no version")
             return StepResult(False, math.nan if norm is None else float(norm))
-        for bucket in self._buckets:
-            self._on_final(bucket.name)
+        for bucket in self._trained.buckets:
+            self._listener.final(bucket.name)
         return StepResult(True, float(norm))
+
+    def close(self) -> None: ...
 
 
 class PipelinedStepper:
@@ -57,34 +95,49 @@ class PipelinedStepper:
     norm is not finite no weight and no moment is touched.
     """
 
-    def __init__(self, optimizer: Any, buckets: Sequence[Bucket], on_final: OnFinal) -> None:
-        self._optimizer, self._buckets, self._on_final = optimizer, buckets, on_final
+    def __init__(self, trained: Trained, listener: Listener) -> None:
+        self._trained, self._listener = trained, listener
 
     @torch.no_grad()
     def step(self) -> StepResult:
         compat.install()
-        if self._optimizer.prepare_grads():
-            return StepResult(False, math.nan)
-        norm = float(self._optimizer.get_grad_norm())
+        self._listener.opens()
+        norm = grad_norm(self._trained.optimizer)
         if not math.isfinite(norm):
+            name_not_finite(self._trained.buckets, self._trained.name_of, SKIPPED)
             return StepResult(False, norm)
-        self._step_buckets(norm)
+        split = SplitStep(self._trained.optimizer)
+        step_with_norm(self._trained.buckets, norm, split, self._listener.final)
+        split.finish()
         return StepResult(True, norm)
 
-    def _step_buckets(self, norm: float) -> None:
-        split = compat.SplitStep(self._optimizer)
-        in_flight: tuple[Bucket, list[dist.Work]] | None = None
-        for bucket in self._buckets:
-            bucket.update(norm, split)
-            gathering = bucket.gather()
-            if in_flight is not None:
-                self._finish(*in_flight)
-            in_flight = bucket, gathering
-        if in_flight is not None:
-            self._finish(*in_flight)
-        split.finish()
+    def close(self) -> None: ...
 
-    def _finish(self, bucket: Bucket, gathering: list[dist.Work]) -> None:
-        for work in gathering:
-            work.wait()
-        self._on_final(bucket.name)
+
+def grad_norm(optimizer: Any) -> float:
+    """Megatron's own global norm over the reduced gradients, NaN when it says that they are not finite. Collective."""
+    if optimizer.prepare_grads():
+        return math.nan
+    return float(optimizer.get_grad_norm())
+
+
+def step_with_norm(buckets: Sequence[Bucket], norm: float, split: SplitStep, final: OnFinal) -> None:
+    """Clips and steps these buckets in turn, and says which are final. All ranks of a bucket's group call it; blocks.
+
+    While one bucket is stepped the one before it is gathered.
+    """
+    in_flight: tuple[Bucket, list[dist.Work]] | None = None
+    for bucket in buckets:
+        bucket.update(norm, split)
+        gathering = bucket.gather()
+        if in_flight is not None:
+            _finish(*in_flight, final)
+        in_flight = bucket, gathering
+    if in_flight is not None:
+        _finish(*in_flight, final)
+
+
+def _finish(bucket: Bucket, gathering: list[dist.Work], final: OnFinal) -> None:
+    for work in gathering:
+        work.wait()
+    final(bucket.name)

@@ -27,6 +27,7 @@ from megastream.trainer.adapter import MegatronAdapter, mesh_coords
 from megastream.trainer.config import TrainerConfig
 from megastream.trainer.emit import Emitter
 from megastream.trainer.outgoing import EmitReport
+from megastream.trainer.stepper import Listener
 from megastream.transport.gloo import GlooReceiver, connect
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import (
@@ -85,7 +86,7 @@ def _trainer(rank: int, trainers: int, init_method: str, config: TrainerConfig, 
     emitter = Emitter(
         plan, rank, adapter.buffers, lanes, partial(_header, plan), slots_per_target=2, deadline_s=DEADLINE_S
     )
-    stepper, reports = adapter.stepper("pipelined", emitter.final), []
+    stepper, reports = adapter.stepper("pipelined", Listener(emitter.final)), []
     for version in VERSIONS:
         model.train_step(
             chunks,

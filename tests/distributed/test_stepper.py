@@ -1,155 +1,173 @@
-"""Whole and pipelined steps equal stock `optimizer.step()` bit for bit, over stock DDP."""
+"""Every finality policy equals stock `optimizer.step()` bit for bit, over stock DDP with stock bucket sizes."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megastream.trainer import buckets, compat, model
-from megastream.trainer.adapter import mesh_coords
-from megastream.trainer.config import TrainerConfig
-from megastream.trainer.finality import make_stepper
+from megastream.trainer import model
+from megastream.trainer.buckets import Bucket, OwnedRange
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import BATCH, MICROBATCHES, SEQUENCE, batches, tiny_config
-
-STEPS = 10
-
-
-def _digest(tensors: Any) -> str:
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+from tests.helpers.steps import ALL, STEPS, Run, SkippedStep, adapter_of, compare, digest, mixed_clip, train_all
+from tests.helpers.tiny import tiny_config
 
 
-def _train(config: TrainerConfig, finality: str, bucket_elements: int, break_it: str) -> dict[str, Any]:
-    chunks, optimizer = model.build(config)
-    cut = buckets.cut(chunks, optimizer, bucket_elements)
-    before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
-    order: list[str] = []
-    stepper = None if finality == "stock" else make_stepper(finality, optimizer, cut, order.append)
-    if break_it == "skip one bucket":
-        cut[0].shards.clear()
-    trace = []
-    for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * (1 + 0.1 * step)
-        loss = model.train_step(
-            chunks,
-            batches(config, step, mesh_coords()["dp"]),
-            num_microbatches=MICROBATCHES,
-            seq_length=SEQUENCE,
-            micro_batch_size=BATCH,
-        )
-        if stepper is None:
-            ok, norm, _ = optimizer.step()
-        else:
-            result = stepper.step()
-            ok, norm = result.ok, result.grad_norm
-        assert ok
-        trace.append((loss, float(norm)))
-    params = [p for chunk in chunks for p in chunk.parameters()]
-    moved = sum(not torch.equal(a, b) for a, b in zip(before, params, strict=True))
-    states = [shard.member.optimizer.state[shard.main] for shard in compat.main_shards(optimizer)]
-    moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq", "step") if key in state]
-    masters = [shard.main for shard in compat.main_shards(optimizer)]
-    return {
-        "trace": trace,
-        "params": _digest(params),
-        "moments": _digest(moments),
-        "masters": _digest(masters),
-        "unmoved": len(params) - moved,
-        "buckets": len(cut),
-        "final": order == [bucket.name for bucket in cut] * STEPS,
-        "clipped": sum(norm > config.clip > 0 for _, norm in trace),
-    }
-
-
-def _body(
-    rank: int,
-    world_size: int,
-    init_method: str,
-    config: TrainerConfig,
-    runs: tuple[tuple[str, int, str], ...],
-) -> list[dict[str, Any]]:
-    model.start_process_group(config, rank=rank, world_size=world_size, init_method=init_method, deadline_s=60)
-    return [_train(config, *run) for run in runs]
-
-
-def compare_with_stock(
-    config: TrainerConfig, world_size: int, bucket_elements: int = 6000
-) -> list[list[dict[str, Any]]]:
-    runs = (("stock", bucket_elements, ""), ("whole", bucket_elements, ""), ("pipelined", bucket_elements, ""))
-    results = run_ranks(_body, world_size, config=config, runs=runs, timeout_s=100)
-    for stock, whole, pipelined in results:
-        assert stock["unmoved"] == 0
-        assert whole["final"] and pipelined["final"]
-        for key in ("trace", "params", "moments", "masters"):
-            assert stock[key] == whole[key] == pipelined[key], key
-    return results
-
-
-def test_pp2_ep2_bf16_with_clipping_equals_stock() -> None:
-    config = tiny_config(pp=2, ep=2, clip=0.3)
-    for stock, _, pipelined in compare_with_stock(config, 4):
+def test_ep2_bf16_equals_stock_when_every_step_is_clipped() -> None:
+    """Two replicas of the dense weights, two expert-parallel ranks."""
+    config = tiny_config(ep=2, layers=2, clip=0.3)
+    for stock, _, pipelined, speculative in compare(config, 2, ("whole", "pipelined", "speculative")):
         assert stock["clipped"] == STEPS
-        assert pipelined["buckets"] >= 6, "every stage must have several buckets"
+        assert pipelined["buckets"] >= 4, "every rank must have several buckets"
+        assert speculative["aborts"] == STEPS
+
+
+def test_pp2_tied_early_and_speculative_equal_stock_without_clipping() -> None:
+    config = tiny_config(pp=2, layers=2, tied=True, clip=0.0)
+    for _, early, speculative in compare(config, 2, ("early", "speculative")):
+        assert speculative["aborts"] == 0
+        for streamed in (early, speculative):
+            assert streamed["late"] == 1, "the tied embedding alone is changed later"
+            assert streamed["early"] == streamed["buckets"] - 1
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name, settings, world_size",
     [
-        ("dp2 fp32", dict(dtype="float32", clip=0.3), 2),
-        ("dp2 fp32 without clipping", dict(dtype="float32", clip=0.0), 2),
-        ("dp4 ep2 fp32", dict(ep=2, dtype="float32", clip=0.3), 4),
-        ("pp2 dp2 tied", dict(pp=2, tied=True, clip=0.3), 4),
-        ("pp2 tp2", dict(pp=2, tp=2, clip=0.3), 4),
-        ("tp2 ep2 etp1", dict(tp=2, ep=2, etp=1, clip=0.3), 2),
-        ("pp2 vpp2 alltoall", dict(pp=2, vpp=2, dispatcher="alltoall", clip=0.3), 2),
+        ("dp2 fp32", dict(dtype="float32"), 2),
+        ("dp2 bf16", dict(), 2),
+        ("pp2 ep2 fp32", dict(pp=2, ep=2, dtype="float32"), 4),
+        ("pp2 ep2", dict(pp=2, ep=2), 4),
+        ("pp2 dp2 tied", dict(pp=2, tied=True), 4),
+        ("pp3", dict(pp=3, layers=6), 3),
+        ("pp2 tp2", dict(pp=2, tp=2), 4),
+        ("tp2 ep2 etp1 fp32", dict(tp=2, ep=2, etp=1, dtype="float32"), 2),
+        ("pp2 vpp2 alltoall", dict(pp=2, vpp=2, dispatcher="alltoall"), 2),
+        ("pp2 vpp2 tied dp2 fp32", dict(pp=2, vpp=2, tied=True, dtype="float32"), 4),
         ("pp2 ep2, stock buckets overlapped", dict(pp=2, ep=2, overlap_grad_reduce=True, ddp_bucket_elements=20000), 4),
     ],
 )
-def test_other_layouts_equal_stock(name: str, settings: dict[str, Any], world_size: int) -> None:
-    compare_with_stock(tiny_config(**settings), world_size)
+@pytest.mark.parametrize("clip", ["never", "always", "sometimes"])
+def test_other_layouts_equal_stock(name: str, settings: dict[str, Any], world_size: int, clip: str) -> None:
+    """`sometimes`: about half of the steps are clipped, so that undone and kept steps follow each other."""
+    plain = tiny_config(clip=0.0, **settings)
+    limit = {"never": 0.0, "always": 0.3}.get(clip) or (mixed_clip(plain, world_size) if clip == "sometimes" else 0.0)
+    config = tiny_config(clip=limit, **settings)
+    policies = ("whole", "pipelined", "speculative") if limit else ALL
+    for ranks in compare(config, world_size, policies):
+        aborts = next(run["aborts"] for run in ranks if run["finality"] == "speculative")
+        assert aborts == {"never": 0, "always": STEPS}.get(clip, ranks[0]["clipped"])
+        assert clip != "sometimes" or 0 < aborts < STEPS
 
 
-def test_a_bucket_that_is_not_stepped_shows() -> None:
-    """The comparison above notices when one bucket of one rank is left out."""
-    config = tiny_config(clip=0.3)
-    runs = (("stock", 6000, ""), ("pipelined", 6000, "skip one bucket"))
-    stock, broken = run_ranks(_body, 1, config=config, runs=runs)[0]
-    assert stock["params"] != broken["params"]
-    assert stock["trace"] != broken["trace"]
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [dict(ep=2, dtype="float32"), dict(ep=4), dict(pp=2, ep=2)])
+def test_more_than_two_replicas_differ_from_stock_by_the_order_of_sums_alone(settings: dict[str, Any]) -> None:
+    """With gradients on a grid, so that sums are exact in any order, no bit differs; without, fp32 sums of four do.
+
+    `early` and `speculative` let each bucket be summed by itself. The order in which the transport adds four replicas'
+    gradients depends on where an element lies in what is summed at once; megatron sums a whole stage at once.
+    """
+    config = tiny_config(clip=0.0, **settings)
+    compare(config, 4 * config.pp, ("early", "speculative"), exact_sums=True)
+    compare(config, 4 * config.pp, ("whole", "pipelined"))
+    if config.dtype == "float32":
+        stock, early = train_all(config, 4, (Run("stock"), Run("early")))[0]
+        assert stock["params"] != early["params"]
+        assert stock["trace"][0][0] == early["trace"][0][0], "the first loss comes before any sum"
+        for (_, norm), (_, other) in zip(stock["trace"][:1], early["trace"][:1], strict=True):
+            assert norm == pytest.approx(other, rel=1e-6)
 
 
-def _not_finite_body(rank: int, world_size: int, init_method: str, config: TrainerConfig, finality: Any) -> Any:
+@pytest.mark.parametrize(
+    ("broken", "finality"), [("skip one bucket", "pipelined"), ("reduce twice", "early"), ("no undo", "speculative")]
+)
+def test_what_must_not_be_left_out_shows(broken: str, finality: str) -> None:
+    """It is noticed when a bucket is not stepped, when one is reduced twice, and when an abort undoes nothing."""
+    config = tiny_config(clip=0.3 if finality == "speculative" else 0.0, layers=2)
+    for ranks in train_all(config, 2, (Run("stock"), Run(finality, broken=broken))):
+        stock, other = ranks
+        assert stock["params"] != other["params"]
+        assert stock["trace"] != other["trace"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [dict(pp=2, tied=True), dict(tp=2)])
+def test_a_bucket_released_before_its_late_coupling_shows(settings: dict[str, int]) -> None:
+    """Tied embeddings are summed over two stages, norms over TP, both behind the reduction."""
+    config = tiny_config(clip=0.0, **settings)
+    runs = (Run("stock"), Run("early"), Run("early", broken="nothing is late"))
+    for stock, early, broken in train_all(config, 2, runs):
+        assert stock["params"] == early["params"]
+        assert stock["params"] != broken["params"]
+
+
+def _waits_body(rank: int, world_size: int, init_method: str) -> tuple[bool, bool]:
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+
+    def spoilt(values: torch.Tensor, works: list[Any]) -> bool:
+        for work in works:
+            work.wait()
+        values.mul_(0.5)  # what a token count, clipping or a late coupling does to a gradient that is there
+        kept = values.clone()
+        for work in works:
+            work.wait()
+        return not torch.equal(values, kept)
+
+    grads, group = torch.full((8,), 1.0 + rank), dist.group.WORLD
+    mine = grads[4 * rank : 4 * rank + 4]
+    scattered = spoilt(mine, [dist.reduce_scatter_tensor(mine, grads.clone(), group=group, async_op=True)])
+    ranges = (OwnedRange(0, 0, 4), OwnedRange(1, 4, 8))
+    assert group is not None
+    bucket = Bucket("b", grads.clone(), (), group, ranges, grads, 1.0, dist.ReduceOp.SUM, late=False, turn=0)
+    return scattered, spoilt(grads[4 * rank : 4 * rank + 4], bucket.reduce())
+
+
+def test_a_double_wait_spoils_a_reduce_scatter_but_not_a_bucket() -> None:
+    """gloo copies the result of a reduce-scatter out again on every wait: why buckets are reduced to their owners."""
+    assert run_ranks(_waits_body, 2) == [(True, False)] * 2
+
+
+def _not_finite_body(rank: int, world_size: int, init_method: str, config: Any, finality: Any) -> Any:
     model.start_process_group(config, rank=rank, world_size=world_size, init_method=init_method, deadline_s=60)
-    chunks, optimizer = model.build(config)
-    final: list[str] = []
-    stepper = make_stepper(finality, optimizer, buckets.cut(chunks, optimizer, 6000), final.append)
-    results = []
-    for value in (1.0, math.nan):
-        final.clear()
-        before = _digest(p for chunk in chunks for p in chunk.parameters())
-        for chunk in chunks:
-            for buffer in chunk.buffers:
-                buffer.grad_data.fill_(1.0)
-                if rank == world_size - 1:
-                    buffer.grad_data[-200] = value
-        result = stepper.step()
-        after = _digest(p for chunk in chunks for p in chunk.parameters())
-        results.append((result.ok, math.isfinite(result.grad_norm), bool(final), before == after))
-    return results
+    chunks, optimizer, adapter = adapter_of(config, finality)
+    step = SkippedStep(chunks, optimizer, adapter, finality, broken_rank=world_size - 1)
+    return [step.run(math.nan if bad else 0.0) for bad in (False, True, False, False)]
 
 
-@pytest.mark.parametrize(("finality", "untouched"), [("pipelined", True), ("whole", False)])
-def test_gradients_that_are_not_finite_make_no_version(finality: str, untouched: bool) -> None:
-    """One rank's NaN is everybody's: not ok, nothing final. Pipelined leaves the weights alone; stock does not."""
-    for good, bad in run_ranks(_not_finite_body, 2, config=tiny_config(layers=1), finality=finality):
-        assert good == (True, True, True, False)
-        assert bad == (False, False, False, untouched)
+@pytest.mark.parametrize(
+    ("finality", "clip", "untouched"),
+    [("pipelined", 1.0, True), ("whole", 1.0, False), ("speculative", 1.0, True), ("speculative", 0.0, True)],
+)
+def test_gradients_that_are_not_finite_make_no_version(finality: str, clip: float, untouched: bool) -> None:
+    """One rank's NaN is everybody's: not ok, nothing of it stays final, and the log of rank 0 names bucket and weight.
+
+    All policies but `whole` (which is stock) leave every weight, master and moment as it was.
+    """
+    results = run_ranks(_not_finite_body, 2, config=tiny_config(layers=2, clip=clip), finality=finality)
+    for rank, (first, bad, *after) in enumerate(results):
+        assert first.ok and first.changed and first.final and not first.log
+        assert not bad.ok and not math.isfinite(bad.norm)
+        assert bad.changed is not untouched
+        assert not bad.final, "what was provisional is withdrawn"
+        assert ("gradients are not finite in c0.dense0.b0." in bad.log) == (rank == 0)
+        if rank == 0:
+            assert "on rank 1; the step" in bad.log and "weight)" in bad.log
+        assert all(step.ok for step in after) or not untouched
+        assert bad.withdrawn == (1 if finality == "speculative" else 0)
+
+
+def test_early_stops_when_gradients_are_not_finite() -> None:
+    """It has stepped other buckets by then and keeps nothing to go back to: every rank ends, the message says why."""
+    with pytest.raises(AssertionError) as error:
+        run_ranks(_not_finite_body, 2, config=tiny_config(layers=2, clip=0.0), finality="early", timeout_s=60)
+    for word in ("ranks [0, 1] failed", "DamagedWeights", "not finite in c0.dense0", "'speculative', which skips such"):
+        assert word in str(error.value)
+
+
+def test_digest_sees_one_bit() -> None:
+    assert digest([torch.tensor([0.0])]) != digest([torch.tensor([-0.0])])

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from megastream.trainer.compat import MainShard, SplitStep
+from megastream.trainer.compat import MainShard
+from megastream.trainer.split import SplitStep
+from megastream.trainer.undo import Undo
 
 
 class GroupCounting(torch.optim.Optimizer):
@@ -52,6 +54,54 @@ def _run(split: bool) -> tuple[list[torch.Tensor], list[int]]:
         stepping.finish()
     values = [shard.main.detach() for shard in shards]
     return values, [group["step"] for group in member.optimizer.param_groups]
+
+
+def _run_with_undo(restore: bool) -> tuple[list[torch.Tensor], list[int]]:
+    """Every step is made with wrong gradients first, and taken back."""
+    member, shards = _optimizer()
+    undo = Undo()
+    for step in range(4):
+        for group in member.optimizer.param_groups:
+            group["lr"] = 0.1 * (step + 1)
+        wrong = SplitStep(member)
+        for subset in ([3, 1], [0], [4, 2]):
+            for index in subset:
+                shards[index].main.grad = torch.full((4,), 100.0)
+            undo.save(shards[index] for index in subset)
+            wrong.step(member, [shards[index] for index in subset])
+        if restore:
+            undo.restore()
+        for index, shard in enumerate(shards):
+            shard.main.grad = torch.full((4,), float(index + step))
+        right = SplitStep(member)
+        right.step(member, shards)
+        right.finish()
+        undo.forget()
+    return [shard.main.detach() for shard in shards], [group["step"] for group in member.optimizer.param_groups]
+
+
+def test_an_undone_step_leaves_no_trace_also_when_groups_count() -> None:
+    whole, undone, broken = _run(split=False), _run_with_undo(restore=True), _run_with_undo(restore=False)
+    assert all(torch.equal(a, b) for a, b in zip(whole[0], undone[0], strict=True))
+    assert whole[1] == undone[1] == [4, 4, 4]
+    assert not any(torch.equal(a, b) for a, b in zip(whole[0], broken[0], strict=True))
+
+
+def test_undo_keeps_three_copies_once() -> None:
+    param = torch.nn.Parameter(torch.zeros(100))
+    member = SimpleNamespace(optimizer=torch.optim.AdamW([param]))
+    shard = MainShard(param, param, 0, 100, member, member.optimizer.param_groups[0])
+    undo = Undo()
+    for _ in range(3):
+        param.grad = torch.ones(100)
+        undo.save([shard])
+        undo.forget()
+        member.optimizer.step()
+    undo.save([shard])
+    kept = undo.num_bytes
+    assert 3 * 400 <= kept <= 3 * 400 + 4, "and AdamW's own step counter"
+    undo.save([shard])
+    assert undo.num_bytes == kept
 
 
 def test_a_split_step_is_the_step() -> None:

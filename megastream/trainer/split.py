@@ -1,0 +1,57 @@
+"""The optimizer step taken part by part: clipping and stepping a subset of this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megastream.trainer.compat import MainShard, members
+
+
+def clip(member: Any, mains: list[torch.Tensor], norm: float) -> None:
+    """Scales the gradients of these masters in place, as `ChainedOptimizer.step` does for all of the member's."""
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    if member.config.clip_grad > 0.0:
+        clip_grad_by_total_norm_fp32(mains, max_norm=member.config.clip_grad, total_norm=norm)
+
+
+class SplitStep:
+    """One step of the inner optimizers, taken subset by subset. Adam is elementwise, so the split changes no bit.
+
+    TransformerEngine's and apex's FusedAdam count `step` in the group: every subset starts from the group's own value,
+    and `finish` writes the advanced value back once. torch's AdamW counts per parameter.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._members = members(optimizer)
+        self._advanced: dict[int, dict[str, Any]] = {}
+
+    def step(self, member: Any, shards: Sequence[MainShard]) -> None:
+        """Steps these shards of one member; their gradients are in `main.grad`."""
+        subsets: dict[int, dict[str, Any]] = {}
+        for shard in shards:
+            subset = subsets.setdefault(id(shard.group), {**shard.group, "params": []})
+            subset["params"].append(shard.main)
+        _step_groups(member.optimizer, list(subsets.values()))
+        self._advanced.update(subsets)
+
+    def finish(self) -> None:
+        """Brings the groups to where a stock step leaves them; one that is empty on this rank is stepped as it is."""
+        for member in self._members:
+            for group in member.optimizer.param_groups:
+                advanced = self._advanced.get(id(group))
+                if advanced is None:
+                    advanced = {**group, "params": []}
+                    _step_groups(member.optimizer, [advanced])
+                group.update({key: value for key, value in advanced.items() if key != "params"})
+
+
+def _step_groups(inner: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    whole, inner.param_groups = inner.param_groups, groups
+    try:
+        inner.step()
+    finally:
+        inner.param_groups = whole
