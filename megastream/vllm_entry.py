@@ -18,10 +18,11 @@ from megastream.control.redis_log import RedisLog
 from megastream.engine.agent import RankAgent
 from megastream.engine.coordinator import Coordinator
 from megastream.engine.settings import EngineSettings
-from megastream.engine.vllm import compat, core, cpu_repairs
+from megastream.engine.vllm import compat, compat_core, core, cpu_repairs
 from megastream.engine.vllm.backend import NAME, MegastreamEngine
+from megastream.engine.vllm.kv import KvPolicy, check_policy
 from megastream.engine.vllm.live import VllmLiveModel
-from megastream.engine.vllm.port import VllmCorePort
+from megastream.engine.vllm.port import PortSettings, VllmCorePort
 from megastream.engine.vllm.worker import Agent
 from megastream.transport.gloo import GlooReceiver
 
@@ -43,6 +44,8 @@ class PluginSettings:
     """How long a lost control plane is tried again."""
     records: bool = False
     """Keep per-step records of versions and batches, fetched by the core utility `megastream_records`."""
+    kv: KvPolicy = "salt"
+    """What a commit does with keys and values of older versions."""
     settings: EngineSettings = EngineSettings()
     """Times and memory of agents and coordinator; each of its fields can be given."""
 
@@ -63,10 +66,19 @@ def read_settings(vllm_config: Any, *, pin_memory: bool = False) -> PluginSettin
         raise ValueError(f"megastream.settings in --additional-config must be an object, got {limits!r}")
     _refuse_unknown(limits, EngineSettings, "megastream.settings")
     settings = PluginSettings(**given, settings=EngineSettings(**{"pin_memory": pin_memory, **limits}))
+    check_policy(settings.kv)
     for key in ("run_id", "engine"):
         if settings.attachable and not getattr(settings, key):
             raise ValueError(f"--additional-config has megastream.control_url but no megastream.{key}")
     return settings
+
+
+def read_port_settings(vllm_config: Any) -> PortSettings:
+    """What the engine core itself is told. ValueError as in `read_settings`, or when this vLLM cannot do it."""
+    settings = read_settings(vllm_config)
+    if settings.kv == "recompute":
+        compat_core.check_preemption(vllm_config)
+    return PortSettings(records=settings.records, kv=settings.kv)
 
 
 def _refuse_unknown(given: dict[str, Any], kind: type, where: str) -> None:
@@ -86,7 +98,7 @@ def register() -> None:
     compat.register_backend(NAME, __name__, WiredEngine.__name__)
     compat.check_version()
     cpu_repairs.apply()
-    core.patch(lambda vllm_config: read_settings(vllm_config).records, wire_core)
+    core.patch(read_port_settings, wire_core)
 
 
 class WiredEngine(MegastreamEngine):
@@ -136,10 +148,10 @@ def wire_core(vllm_config: Any, port: VllmCorePort) -> Callable[[], None]:
             "VLLM_SERVER_DEV_MODE is on: its endpoints are unauthenticated, anyone who reaches the server can pause it "
             "or replace its weights; megastream does not need it"
         )
-    if vllm_config.cache_config.enable_prefix_caching:
+    if vllm_config.cache_config.enable_prefix_caching and settings.kv == "keep":
         logger.warning(
-            "prefix caching is on: a cached prefix can hold keys and values of an older version than the tokens that "
-            "attend to it; serve with --no-enable-prefix-caching to recompute prompts"
+            "prefix caching is on and megastream.kv is keep: a cached prefix can hold keys and values of an older "
+            "version than the tokens that attend to it; kv_versions of each answer say so"
         )
     log = RedisLog(settings.control_url, settings.run_id, reconnect_s=settings.reconnect_s)
     coordinator = Coordinator(

@@ -17,7 +17,7 @@ set_environment()
 from megastream.engine.contract import CommitRequest  # noqa: E402
 from megastream.engine.vllm import compat, compat_core, core  # noqa: E402
 from megastream.engine.vllm.commit_times import CommitTimes, Span  # noqa: E402
-from megastream.engine.vllm.port import VllmCorePort  # noqa: E402
+from megastream.engine.vllm.port import PortSettings, VllmCorePort  # noqa: E402
 from megastream.engine.vllm.worker import RankState, megastream_call  # noqa: E402
 from megastream.protocol.records import RankCommit  # noqa: E402
 
@@ -59,7 +59,7 @@ def test_what_breaks_off_at_the_start_is_its_own_error_and_vllm_still_shuts_down
     def no_control_plane(config: Any, port: Any) -> Any:
         raise OSError("the control plane is away")
 
-    run = core._with_port(lambda self: None, lambda config: False, no_control_plane)
+    run = core._with_port(lambda self: None, lambda config: PortSettings(), no_control_plane)
     with pytest.raises(OSError, match="the control plane is away"):
         run(fake)
     core._unwiring(lambda self: ended.append("vllm"))(fake)
@@ -69,7 +69,7 @@ def test_what_breaks_off_at_the_start_is_its_own_error_and_vllm_still_shuts_down
         ended.append("ours")
         raise OSError("the log is gone")
 
-    core._with_port(lambda self: None, lambda config: False, lambda config, port: failing_end)(fake)
+    core._with_port(lambda self: None, lambda config: PortSettings(), lambda config, port: failing_end)(fake)
     with pytest.raises(OSError, match="the log is gone"):
         core._unwiring(lambda self: ended.append("vllm"))(fake)
     assert ended == ["vllm", "ours", "vllm"]
@@ -251,9 +251,16 @@ def test_a_call_in_slices_lets_a_busy_engine_step_between_them(busy: bool) -> No
         return reply
 
     fake: Any = SimpleNamespace(
-        input_queue=commands, has_work=lambda: busy, model_executor=SimpleNamespace(collective_rpc=rpc)
+        input_queue=commands,
+        scheduler=SimpleNamespace(block_size=16),
+        has_work=lambda: busy,
+        model_executor=SimpleNamespace(collective_rpc=rpc),
     )
-    port = VllmCorePort(fake, 1, records=False)
+    port = VllmCorePort(fake, 1, PortSettings())
+    nobody = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    no_requests = SimpleNamespace(
+        finished_req_ids=(), scheduled_new_reqs=[], scheduled_cached_reqs=nobody, num_scheduled_tokens={}
+    )
 
     def done(replies: tuple[dict[str, Any], ...]) -> None:
         if not replies[0]["done"]:
@@ -267,7 +274,7 @@ def test_a_call_in_slices_lets_a_busy_engine_step_between_them(busy: bool) -> No
                 commands.get()[1]()
             if busy:
                 happened.append("step")
-                port.stamp(SimpleNamespace(finished_req_ids=()))
+                port.stamp(no_requests)
     finally:
         port.close()
     assert happened == (["slice", "step"] * slices if busy else ["slice"] * slices)

@@ -19,6 +19,7 @@ from megastream.engine.settings import EngineSettings  # noqa: E402
 from megastream.engine.vllm import buffers, compat, cpu_repairs, refusals  # noqa: E402
 from megastream.engine.vllm.board import Board, BoardSlot  # noqa: E402
 from megastream.engine.vllm.hooks import Guard  # noqa: E402
+from megastream.engine.vllm.kv import KvBook  # noqa: E402
 from megastream.engine.vllm.spans import SpanBook  # noqa: E402
 
 
@@ -179,16 +180,16 @@ def test_spans_join_steps_and_leave_with_the_last_output() -> None:
     def shown(request_id: str) -> bool:
         return request_id == "stops"
 
-    book = SpanBook()
+    book = SpanBook(KvBook("salt"))
     assert book.add("3", output("a", 2), shown) == {"a": 2}
     assert book.add("3", output("a", 1), shown) == {"a": 1}
     assert book.add("4", output("a", 0), shown) == {}
     last = output("a", 1, "stop")
     book.add("5", last, shown)
     spans = [{"version": "3", "start": 0, "end": 3}, {"version": "5", "start": 3, "end": 4}]
-    assert last[0].outputs[0].kv_transfer_params == {"k": 1, "weight_versions": spans}
+    assert last[0].outputs[0].kv_transfer_params == {"k": 1, "weight_versions": spans, "kv_versions": []}
     book.add("5", output("b", 1), shown)
-    assert book.carried("b") == {"weight_versions": [{"version": "5", "start": 0, "end": 1}]}
+    assert book.carried("b")["weight_versions"] == [{"version": "5", "start": 0, "end": 1}]
     book.forget(["b"])
     assert book.add("6", output("b", 1, "stop"), shown) == {"b": 1}
     early, later = output("stops", 1), output("stops", 1)

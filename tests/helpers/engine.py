@@ -52,6 +52,9 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     carried: list[tuple[str, int, int]] = field(default_factory=list)
+    kv: list[tuple[str | None, int, int]] = field(default_factory=list)
+    cached: int = 0
+    """Prompt tokens whose keys and values came from the cache."""
     finish_reason: str | None = None
     text: str = ""
 
@@ -86,7 +89,7 @@ class Engine:
             max_model_len=512,
             max_num_seqs=8,
             enforce_eager=not on_gpu,
-            enable_prefix_caching=False,
+            enable_prefix_caching=True,
             disable_log_stats=True,
             weight_transfer_config={"backend": "megastream"},
             worker_extension_cls="tests.helpers.feed.Feeder",
@@ -115,8 +118,11 @@ class Engine:
         """A worker method on every rank."""
         return await self.llm.collective_rpc(method, args=args)
 
-    async def ask(self, request_id: str, prompt: list[int], max_tokens: int, stop: list[str] | None = None) -> Answer:
-        """Greedy; every token with its logprob. Text is made only to look for `stop` in it."""
+    async def ask(
+        self, request_id: str, prompt: list[int], max_tokens: int, stop: list[str] | None = None, cold: bool = False
+    ) -> Answer:
+        """Greedy; every token with its logprob. Text is made only to look for `stop` in it. `cold`: without the prefix
+        cache."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -128,6 +134,7 @@ class Engine:
             stop=stop,
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
+            skip_reading_prefix_cache=cold or None,
         )
         answer = Answer()
         async for output in self.llm.generate({"prompt_token_ids": prompt}, parameters, request_id):
@@ -139,7 +146,10 @@ class Engine:
                 answer.logprobs += [top[t].logprob for t, top in zip(part.token_ids, part.logprobs, strict=True)]
             if output.finished:
                 answer.finish_reason = part.finish_reason
-                carried = (output.kv_transfer_params or {}).get("weight_versions", [])
+                parameters_out = output.kv_transfer_params or {}
+                carried = parameters_out.get("weight_versions", [])
+                answer.kv = [(s["version"], s["start"], s["end"]) for s in parameters_out.get("kv_versions", [])]
+                answer.cached = output.num_cached_tokens or 0
                 answer.carried = [(s["version"], s["start"], s["end"]) for s in carried]
                 # vLLM's own field came with 0.32; before it there is only what we carry.
                 own = getattr(part, "weight_versions", None)

@@ -187,5 +187,11 @@ def feed_stamp(core: Any, label: str) -> None:
     core.megastream.set_live(label)
 
 
-for _utility in (feed_commit, feed_call, feed_deaf, feed_late_labels, feed_label, feed_stamp):
+def feed_cached_blocks(core: Any) -> int:
+    """Core utility: blocks of keys and values that a new request could hit."""
+    blocks = core.scheduler.kv_cache_manager.block_pool.blocks
+    return sum(block.block_hash is not None for block in blocks)
+
+
+for _utility in (feed_commit, feed_call, feed_deaf, feed_late_labels, feed_label, feed_stamp, feed_cached_blocks):
     setattr(EngineCore, _utility.__name__, _utility)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -62,7 +63,16 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 
 def start(config: Path, out: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The quickstart command in its own process; standard error is its last word. It ends with the test's process."""
+    """The quickstart command in its own process; standard error is its last word. It ends with the test's process.
+
+    Ctrl-C reaches it also where the tests themselves run in the background of a shell, which ignores that signal there.
+    """
+    end_with_us = before_program(os.getpid(), nice=0)
+
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        end_with_us()
+
     return subprocess.Popen(
         [sys.executable, "-m", "megastream.cli.main", "quickstart", str(config), "--out", str(out), *arguments],
         cwd=ROOT,
@@ -71,7 +81,7 @@ def start(config: Path, out: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=before_program(os.getpid(), nice=0),
+        preexec_fn=prepare,
     )
 
 

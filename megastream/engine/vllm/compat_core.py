@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from megastream.engine.vllm import compat, hooks
@@ -14,6 +16,7 @@ COMMAND = "megastream-call"
 """Request type of our own entries in the engine core's input queue."""
 
 _STAMP = "megastream_stamp"
+_SALT = "megastream_salt"
 
 _METHODS = {
     "run": ("EngineCoreProc", "run_busy_loop"),
@@ -129,6 +132,80 @@ def ordered_call(core: Any, method: str, args: tuple[Any, ...]) -> Future[list[A
 def enqueue(core: Any, command: Callable[[], None]) -> None:
     """Lets the engine core's own thread run `command` between two steps. Any thread."""
     core.input_queue.put_nowait((COMMAND, command))
+
+
+# -- keys and values ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One request's part of a batch: it computes positions [start, end). `num_prompt` is None where the batch does not
+    say it; `anew` when nothing that the request had computed before counts any more."""
+
+    request_id: str
+    start: int
+    end: int
+    block_size: int
+    num_prompt: int | None
+    anew: bool
+
+
+def scheduled(core: Any, batch: Any) -> Iterator[Scheduled]:
+    """Every request of a SchedulerOutput. Positions below `start` are in the cache already."""
+    size, counts = core.scheduler.block_size, batch.num_scheduled_tokens
+    for new in batch.scheduled_new_reqs:
+        start = new.num_computed_tokens
+        prompt = new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids
+        yield Scheduled(new.req_id, start, start + counts[new.req_id], size, len(prompt), True)
+    cached = batch.scheduled_cached_reqs
+    for request_id, start in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        anew = request_id in cached.resumed_req_ids
+        yield Scheduled(request_id, start, start + counts[request_id], size, None, anew)
+
+
+def blocks_of(core: Any, request_id: str) -> list[int]:
+    """Numbers of the cache blocks that a request holds, in order of positions (of the first group of layers)."""
+    return list(core.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+
+
+def salt_waiting(core: Any, number: int) -> None:
+    """Whoever waits without anything computed will hit only cached prefixes that were salted with the same number.
+
+    A salt that the client gave stays a part of it.
+    """
+    scheduler = core.scheduler
+    for queue in (scheduler.waiting, getattr(scheduler, "skipped_waiting", ())):
+        for request in queue:
+            given, salted = getattr(request, _SALT, (request.cache_salt, -1))
+            if request.num_computed_tokens or salted == number:
+                continue
+            setattr(request, _SALT, (given, number))
+            request.cache_salt = f"{given or ''}|megastream {number}"
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+
+def evict_prefixes(core: Any) -> None:
+    """Gives up every cached prefix. Requests keep the blocks that they hold."""
+    pool = core.scheduler.kv_cache_manager.block_pool
+    pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+
+
+def check_preemption(vllm_config: Any) -> None:
+    """ValueError names what keeps all running requests from being preempted between two steps."""
+    if compat.version() < (0, 32, 0):
+        raise ValueError(
+            f"megastream.kv is recompute, but vLLM {compat.version_text()} loses the order of tokens under way "
+            "when their request is preempted; choose salt, or vLLM 0.32"
+        )
+    if vllm_config.kv_transfer_config is not None:
+        raise ValueError("megastream.kv is recompute, but a KV connector is configured; choose salt, or leave it out")
+
+
+def preempt_all(core: Any) -> None:
+    """All running requests wait again, with nothing computed; what is under way for them is computed once more."""
+    with suppress(RuntimeError):  # blocks of steps under way are freed later: the cache is not empty, and need not be
+        core.scheduler.reset_prefix_cache(reset_running_requests=True)
 
 
 def has_stop_strings(core: Any, request_id: str) -> bool:

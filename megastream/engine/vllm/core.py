@@ -9,7 +9,8 @@ from typing import Any
 
 from megastream.engine.vllm import compat, compat_core
 from megastream.engine.vllm.backend import NAME
-from megastream.engine.vllm.port import VllmCorePort
+from megastream.engine.vllm.kv import check_policy
+from megastream.engine.vllm.port import PortSettings, VllmCorePort
 
 logger = logging.getLogger("vllm.megastream")
 
@@ -36,13 +37,13 @@ class UpdateRefused(RuntimeError):
     """A native weight update call cannot be served now. Names the call and the remedy."""
 
 
-def patch(records: Callable[[Any], bool], wire: Wired) -> None:
-    """Patches EngineCore in this process, once. `records(vllm_config)` says whether records are kept."""
+def patch(settings: Callable[[Any], PortSettings], wire: Wired) -> None:
+    """Patches EngineCore in this process, once. `settings(vllm_config)` are the core's."""
     from megastream.engine.vllm.worker import megastream_call
 
     compat_core.wrap_core(
         {
-            "run": lambda original: _with_port(original, records, wire),
+            "run": lambda original: _with_port(original, settings, wire),
             "add_request": _refusing_when_poisoned,
             "set_label": _relabelling,
             "label_outputs": _labelling,
@@ -56,6 +57,7 @@ def patch(records: Callable[[Any], bool], wire: Wired) -> None:
     compat_core.add_to_core("megastream_end", None)
     compat_core.add_to_core(megastream_records.__name__, megastream_records)
     compat_core.add_to_core(megastream_status.__name__, megastream_status)
+    compat_core.add_to_core(megastream_kv.__name__, megastream_kv)
     compat_core.add_to_workers(megastream_call)
 
 
@@ -70,6 +72,11 @@ def megastream_status(core: Any) -> dict[str, Any]:
     return {"version": port.live_version(), "poisoned": port.poisoned, "ranks": port.ask_ranks("status", {})}
 
 
+def megastream_kv(core: Any, policy: str) -> None:
+    """Core utility: chooses another policy for keys and values of older versions, see kv.KvPolicy."""
+    _port(core).kv.choose(check_policy(policy))
+
+
 def _port(core: Any) -> VllmCorePort:
     port: VllmCorePort | None = core.megastream
     if port is None:
@@ -77,13 +84,13 @@ def _port(core: Any) -> VllmCorePort:
     return port
 
 
-def _with_port(loop: Callable[..., None], records: Callable[[Any], bool], wire: Wired) -> Callable[..., None]:
+def _with_port(loop: Callable[..., None], settings: Callable[[Any], PortSettings], wire: Wired) -> Callable[..., None]:
     """Plugins are loaded in the middle of the core's constructor, so its main loop is the first place to start from."""
 
     def run(self: Any, *args: Any, **named: Any) -> None:
         config = compat_core.config_of(self)
         if compat.selected_backend(config) == NAME:
-            _start(self, config, records, wire)
+            _start(self, config, settings(config), wire)
         elif (config.additional_config or {}).get("megastream"):
             logger.warning(
                 'settings for megastream are not used without --weight-transfer-config {"backend": "megastream"}'
@@ -93,9 +100,9 @@ def _with_port(loop: Callable[..., None], records: Callable[[Any], bool], wire: 
     return run
 
 
-def _start(core: Any, config: Any, records: Callable[[Any], bool], wire: Wired) -> None:
+def _start(core: Any, config: Any, settings: PortSettings, wire: Wired) -> None:
     """What breaks off here is ended by the core's own shutdown, see `_unwiring`."""
-    core.megastream = port = VllmCorePort(core, config.parallel_config.world_size, records=records(config))
+    core.megastream = port = VllmCorePort(core, config.parallel_config.world_size, settings)
     port.install()
     compat_core.wrap_scheduler(
         core, lambda schedule: _stamping(schedule, port), lambda update: _checking(core, update, port)
@@ -105,6 +112,7 @@ def _start(core: Any, config: Any, records: Callable[[Any], bool], wire: Wired) 
 
 def _stamping(schedule: Callable[..., Any], port: VllmCorePort) -> Callable[..., Any]:
     def stamped(*args: Any, **named: Any) -> Any:
+        port.before_schedule()
         batch = schedule(*args, **named)
         port.stamp(batch)
         return batch

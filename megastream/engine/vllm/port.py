@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from megastream.engine.contract import CommitRequest
 from megastream.engine.vllm import compat_core
 from megastream.engine.vllm.board import Board
+from megastream.engine.vllm.kv import KvBook, KvPolicy
 from megastream.engine.vllm.spans import SpanBook
 from megastream.engine.vllm.worker import FIRST_LABEL
 from megastream.protocol.records import RankCommit
@@ -20,6 +21,14 @@ from megastream.protocol.records import RankCommit
 logger = logging.getLogger("vllm.megastream")
 
 WORKER_METHOD = "megastream_call"
+
+
+@dataclass(frozen=True, slots=True)
+class PortSettings:
+    """`records`: keep them, see take_records. `kv`: what a commit does with keys and values of older versions."""
+
+    records: bool = False
+    kv: KvPolicy = "salt"
 
 
 class VllmCorePort:
@@ -30,7 +39,7 @@ class VllmCorePort:
     scheduled after it runs after it.
     """
 
-    def __init__(self, core: Any, num_ranks: int, *, records: bool):
+    def __init__(self, core: Any, num_ranks: int, settings: PortSettings):
         self._core = core
         self._num_ranks = num_ranks
         self._label = FIRST_LABEL
@@ -42,9 +51,10 @@ class VllmCorePort:
         self._poison = ""
         self._board = Board(num_ranks)
         self._reports = self._board.reports()
-        self._keeps_records = records
+        self._keeps_records = settings.records
         self._records: list[tuple[int, str, dict[str, int]]] = []
-        self.spans = SpanBook()
+        self.kv = KvBook(settings.kv)
+        self.spans = SpanBook(self.kv)
         self.updating = False
         """Between a native start_weight_update and its finish. All native calls pass through this core."""
 
@@ -152,6 +162,11 @@ class VllmCorePort:
         self._label = label
         self._version = int(label) if label.isdecimal() else self._version
         compat_core.set_label(self._core, label)
+        self.kv.commit(self._core)
+
+    def before_schedule(self) -> None:
+        """Called before every batch is scheduled."""
+        self.kv.salt(self._core)
 
     def stamp(self, batch: Any) -> None:
         """Called for every batch as it is scheduled."""
@@ -159,6 +174,8 @@ class VllmCorePort:
         self._release()
         compat_core.stamp(batch, (self._step, self._version, self._label))
         self.spans.forget(compat_core.finished_before(batch))
+        requests = compat_core.scheduled(self._core, batch)
+        self.kv.scheduled(self._label, requests, partial(compat_core.blocks_of, self._core))
 
     def check_reports(self) -> None:
         """Called for every output before its tokens are looked at: discards them when a rank reported a difference."""

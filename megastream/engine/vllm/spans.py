@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from megastream.engine.vllm.kv import KvBook
+
 KEY = "weight_versions"
 
 
@@ -17,9 +19,12 @@ class SpanBook:
     request with stop strings is ended by vLLM's front end, on an output of which the core cannot know that it is the
     last, so each of its outputs carries the spans so far. A request that its client aborts gets its last output
     from the front end alone: only vLLM 0.32's own field has its spans.
+
+    `kv_versions` leave beside them: which versions computed the keys and values that these tokens attended to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kv: KvBook) -> None:
+        self._kv = kv
         self._spans: dict[str, list[dict[str, Any]]] = {}
 
     def add(self, label: str, outputs: dict[int, Any], has_stop_strings: Callable[[str], bool]) -> dict[str, int]:
@@ -40,12 +45,14 @@ class SpanBook:
 
     def carried(self, request_id: str) -> dict[str, Any]:
         """The spans of a request so far, as its output carries them: a copy, outputs are encoded in another thread."""
-        return {KEY: [dict(span) for span in self._spans.get(request_id, ())]}
+        spans = [dict(span) for span in self._spans.get(request_id, ())]
+        return {KEY: spans, **self._kv.carried(request_id, spans[-1]["end"] if spans else 0)}
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drops requests that ended without an output of their own (aborted)."""
+        """Drops requests that ended, also without an output of their own (aborted)."""
         for request_id in request_ids:
             self._spans.pop(request_id, None)
+            self._kv.forget(request_id)
 
 
 def _extend(spans: list[dict[str, Any]], label: str, count: int) -> None:
