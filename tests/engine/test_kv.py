@@ -9,7 +9,9 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from megastream.engine.vllm import compat
 from megastream.engine.vllm.compat_core import Scheduled
 from megastream.engine.vllm.kv import KvBook
 from tests.helpers.engine import Answer, Engine
@@ -19,8 +21,9 @@ from tests.helpers.traffic import commit
 pytestmark = pytest.mark.timeout(600)
 
 PROMPT = [17 + 7 * n % 1200 for n in range(300)]
-"""Longer than two blocks of the cache, which holds 128 tokens in each on CPU."""
-HIT = 256
+BLOCK = 16 if torch.cuda.is_available() else 128
+HIT = (len(PROMPT) - 1) // BLOCK * BLOCK
+"""Whole blocks of the cache; the prompt's last token is always computed."""
 V1, V2, V3 = RANDOM + 50, RANDOM + 51, RANDOM + 52
 
 
@@ -106,7 +109,18 @@ def test_a_running_request_keeps_its_keys_and_values(engine: Engine) -> None:
     engine.run(run())
 
 
-@pytest.mark.parametrize("how", ["recompute", "preemption"])
+NO_RECOMPUTE = compat.version() < (0, 32, 0)
+
+
+@pytest.mark.skipif(not NO_RECOMPUTE, reason="vLLM 0.32 can")
+def test_recompute_is_refused_by_a_vllm_that_cannot(engine: Engine) -> None:
+    with pytest.raises(Exception, match="loses the order of tokens under way"):
+        engine.run(engine.core("megastream_kv", "recompute"))
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param("recompute", marks=pytest.mark.skipif(NO_RECOMPUTE, reason="refused")), "preemption"]
+)
 def test_a_request_that_starts_again_attends_to_one_version_only(engine: Engine, how: str) -> None:
     """Recompute preempts all at the commit; in the other case vLLM preempts, later, for reasons of its own."""
 

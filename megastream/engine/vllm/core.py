@@ -73,8 +73,14 @@ def megastream_status(core: Any) -> dict[str, Any]:
 
 
 def megastream_kv(core: Any, policy: str) -> None:
-    """Core utility: chooses another policy for keys and values of older versions, see kv.KvPolicy."""
-    _port(core).kv.choose(check_policy(policy))
+    """Core utility: chooses another policy for keys and values of older versions, see kv.KvPolicy.
+
+    ValueError when it is unknown, or cannot be had from this vLLM.
+    """
+    chosen = check_policy(policy)
+    if chosen == "recompute":
+        compat_core.check_preemption(compat_core.config_of(core))
+    _port(core).kv.choose(chosen)
 
 
 def _port(core: Any) -> VllmCorePort:
