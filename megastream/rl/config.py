@@ -9,6 +9,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 import msgspec
 import yaml
 
+from megastream.layout.trainer import Ownership
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, clipping_refusal
 
 
@@ -80,11 +81,13 @@ class StreamConfig(Section, frozen=True, kw_only=True):
     """How the weights travel. `piece_mib` bounds one message, `experts_per_unit` the experts tracked together.
 
     `finality` says when a bucket leaves; `speculative` gives up on speculation while more than `max_abort_rate` of the
-    last steps were clipped.
+    last steps were clipped. With `ownership` slice each data-parallel rank sends what it steps, before parameters are
+    gathered; with replica any of them sends, after it.
     """
 
     finality: Finality = "pipelined"
     max_abort_rate: float = MAX_ABORT_RATE
+    ownership: Ownership = "replica"
     piece_mib: float
     experts_per_unit: int
     slots_per_target: int

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from megastream.families.family import Family
 from megastream.families.types import ModelShape
 from megastream.layout.shard import BufferSpec, RankLayout, Shard
-from megastream.layout.trainer import TrainerParam, trainer_rank_layout
+from megastream.layout.trainer import Ownership, TrainerParam, trainer_rank_layout
 from megastream.trainer import compat
 from megastream.trainer.buckets import BUCKET_ELEMENTS, cut
 from megastream.trainer.compat_grads import late_params
@@ -40,7 +40,8 @@ class MegatronAdapter:
 
     `chunks` are megatron DDP chunks, one per virtual stage, `optimizer` the chained distributed optimizer over them.
     Buckets end at `bucket_elements`; for a `finality` that streams out of the backward also where a unit ends, so that
-    a unit is final as early as it can be. Both sizes are those of the run.
+    a unit is final as early as it can be. Both sizes are those of the run. With `ownership` "slice" each data-parallel
+    rank sends what it steps, before parameters are gathered; with "replica" any of them sends, after it.
     UnsupportedTrainer names a version or a setting under which it is not known when a weight is final.
     """
 
@@ -54,12 +55,13 @@ class MegatronAdapter:
         bucket_elements: int = BUCKET_ELEMENTS,
         finality: Finality = "pipelined",
         experts_per_unit: int = 8,
+        ownership: Ownership = "replica",
     ) -> None:
         self.library = f"megatron-core {compat.check_version()}"
         compat.install()
         compat.refuse_unsupported(chunks, optimizer)
         self._chunks, self._optimizer, self.family, self._shape = chunks, optimizer, family, shape
-        self._coords = mesh_coords()
+        self._coords, self._ownership = mesh_coords(), ownership
         local_experts = shape.num_experts // self._coords["ep_size"]
         self._names = {
             param: name for chunk in chunks for name, param in _canonical_params(chunk, local_experts, self._coords)
@@ -80,6 +82,9 @@ class MegatronAdapter:
 
     def describe(self) -> RankLayout:
         """This rank's layout. No communication. ValueError names a parameter that the family has no rule for."""
+        return self._layout(self._ownership)
+
+    def _layout(self, ownership: Ownership) -> RankLayout:
         params = [
             TrainerParam(self._names[param], tuple(param.shape), bucket.name, offset)
             for bucket in self._buckets
@@ -94,11 +99,14 @@ class MegatronAdapter:
             coords=self._coords,
             params=tuple(params),
             buffers=tuple(buffers),
+            ownership=ownership,
+            owned={bucket.name: bucket.owned for bucket in self._buckets},
         )
 
     def stepper(self, finality: Finality, listener: Listener, *, max_abort_rate: float = MAX_ABORT_RATE) -> Stepper:
         """What replaces `optimizer.step()`; it tells `listener` of this rank's buckets. See `make_stepper`."""
-        trained = Trained(self._chunks, self._optimizer, self._buckets, self._names.__getitem__)
+        slices = self._ownership == "slice"
+        trained = Trained(self._chunks, self._optimizer, self._buckets, self._names.__getitem__, slices)
         return make_stepper(finality, trained, listener, max_abort_rate=max_abort_rate)
 
     @torch.no_grad()
@@ -110,7 +118,7 @@ class MegatronAdapter:
         that the checkpoint does not fill.
         """
         compat.install()
-        buffers, layout = self.buffers, self.describe()
+        buffers, layout = self.buffers, self._layout("replica")
         with _Checkpoint(Path(folder)) as checkpoint:
             for shard in layout.shards:
                 target = buffers[shard.buffer].as_strided(

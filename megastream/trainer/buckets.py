@@ -55,6 +55,12 @@ class Bucket:
     turn: int
     shards: list[tuple[compat.MainShard, int, int]] = field(default_factory=list)
 
+    @property
+    def owned(self) -> tuple[int, int]:
+        """Elements [start, stop) of `data` that this rank steps, and whose bytes are final before `gather`."""
+        mine = [(r.start, r.end) for r in self.ranges if r.owner == self.group.rank()]
+        return mine[0] if mine else (0, 0)
+
     def reduce(self) -> list[dist.Work]:
         """Starts summing every owner's range of the gradients over the group; each ends up with its owner only.
 

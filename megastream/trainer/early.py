@@ -112,6 +112,8 @@ class EarlyStepper:
         assert self._split is not None
         bucket.update(None, self._split)
         self._stepped.append(bucket)
+        if self._trained.slices:
+            self._listener.final(bucket.name)
         self._gathering.append((bucket, bucket.gather()))
         self._say_final(only_arrived=True)
 
@@ -127,7 +129,8 @@ class EarlyStepper:
                 return
             self._gathering.popleft()
             _wait(works)
-            self._listener.final(bucket.name)
+            if not self._trained.slices:
+                self._listener.final(bucket.name)
 
     # ---- in place of optimizer.step() ----------------------------------------------------------------------------
 
@@ -166,7 +169,7 @@ class EarlyStepper:
         early = {bucket.name for bucket in self._stepped}
         left = [bucket for bucket in self._trained.buckets if bucket.name not in early]
         assert self._split is not None
-        step_with_norm(in_turns(left), norm, self._split, self._listener.final)
+        step_with_norm(in_turns(left), norm, self._split, self._listener.final, self._trained.slices)
         self._split.finish()
         if self.undo is not None:
             self.undo.forget()

@@ -40,12 +40,16 @@ class Listener:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a stepper steps on one rank: DDP chunks, their chained optimizer, its buckets, and names for messages."""
+    """What a stepper steps on one rank: DDP chunks, their chained optimizer, its buckets, and names for messages.
+
+    With `slices` a bucket counts as final as soon as the part that this rank owns is, before it is gathered.
+    """
 
     chunks: Sequence[Any]
     optimizer: Any
     buckets: Sequence[Bucket]
     name_of: Callable[[torch.nn.Parameter], str] = lambda param: f"a parameter of shape {tuple(param.shape)}"
+    slices: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class PipelinedStepper:
             name_not_finite(self._trained.buckets, self._trained.name_of, SKIPPED)
             return StepResult(False, norm)
         split = SplitStep(self._trained.optimizer)
-        step_with_norm(self._trained.buckets, norm, split, self._listener.final)
+        step_with_norm(self._trained.buckets, norm, split, self._listener.final, self._trained.slices)
         split.finish()
         return StepResult(True, norm)
 
@@ -121,23 +125,25 @@ def grad_norm(optimizer: Any) -> float:
     return float(optimizer.get_grad_norm())
 
 
-def step_with_norm(buckets: Sequence[Bucket], norm: float, split: SplitStep, final: OnFinal) -> None:
+def step_with_norm(buckets: Sequence[Bucket], norm: float, split: SplitStep, final: OnFinal, slices: bool) -> None:
     """Clips and steps these buckets in turn, and says which are final. All ranks of a bucket's group call it; blocks.
 
     While one bucket is stepped the one before it is gathered.
     """
-    in_flight: tuple[Bucket, list[dist.Work]] | None = None
+    in_flight: list[dist.Work] = []
+    before = ""
     for bucket in buckets:
         bucket.update(norm, split)
+        if slices:
+            final(bucket.name)
         gathering = bucket.gather()
-        if in_flight is not None:
-            _finish(*in_flight, final)
-        in_flight = bucket, gathering
-    if in_flight is not None:
-        _finish(*in_flight, final)
+        _finish(before, in_flight, final, slices)
+        before, in_flight = bucket.name, gathering
+    _finish(before, in_flight, final, slices)
 
 
-def _finish(bucket: Bucket, gathering: list[dist.Work], final: OnFinal) -> None:
+def _finish(name: str, gathering: list[dist.Work], final: OnFinal, slices: bool) -> None:
     for work in gathering:
         work.wait()
-    final(bucket.name)
+    if name and not slices:
+        final(name)

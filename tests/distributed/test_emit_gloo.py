@@ -6,10 +6,12 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -71,11 +73,30 @@ def _plan(trainers: list[RankLayout], config: TrainerConfig) -> Plan:
     )
 
 
-def _trainer(rank: int, trainers: int, init_method: str, config: TrainerConfig, folder: Path) -> list[EmitReport]:
+@dataclass(frozen=True)
+class Way:
+    """When a bucket is final, and which rank sends it."""
+
+    finality: Any = "pipelined"
+    ownership: Any = "replica"
+
+
+def _trainer(
+    rank: int, trainers: int, init_method: str, config: TrainerConfig, folder: Path, way: Way
+) -> list[EmitReport]:
     model.start_process_group(config, rank=rank, world_size=trainers, init_method=init_method, deadline_s=60)
     chunks, optimizer = model.build(config)
     shape = load_shape(hf_config(config))
-    adapter = MegatronAdapter(chunks, optimizer, family_of(shape), shape, bucket_elements=4000)
+    adapter = MegatronAdapter(
+        chunks,
+        optimizer,
+        family_of(shape),
+        shape,
+        bucket_elements=4000,
+        finality=way.finality,
+        experts_per_unit=4,
+        ownership=way.ownership,
+    )
     layouts: list[Any] = [None] * trainers
     dist.all_gather_object(layouts, adapter.describe())
     if rank == 0:
@@ -86,7 +107,13 @@ def _trainer(rank: int, trainers: int, init_method: str, config: TrainerConfig, 
     emitter = Emitter(
         plan, rank, adapter.buffers, lanes, partial(_header, plan), slots_per_target=2, deadline_s=DEADLINE_S
     )
-    stepper, reports = adapter.stepper("pipelined", Listener(emitter.final)), []
+    versions = iter(VERSIONS)
+
+    def opens() -> None:
+        emitter.wait_packed()
+        emitter.begin(next(versions), 0)
+
+    stepper, reports = adapter.stepper(way.finality, Listener(emitter.final, opens)), []
     for version in VERSIONS:
         model.train_step(
             chunks,
@@ -95,12 +122,11 @@ def _trainer(rank: int, trainers: int, init_method: str, config: TrainerConfig, 
             seq_length=SEQUENCE,
             micro_batch_size=BATCH,
         )
-        emitter.wait_packed()
-        emitter.begin(version, 0)
         assert stepper.step().ok
         # The lease is what keeps the next step from changing bytes that are not packed yet.
         reports.append(emitter.drain())
         adapter.save_raw(folder / f"raw{version}")
+    stepper.close()
     emitter.close()
     return reports
 
@@ -176,10 +202,10 @@ def _scatter(piece: Piece, payload: torch.Tensor, live: dict[str, torch.Tensor])
         at += size
 
 
-def _body(rank: int, world_size: int, init_method: str, config: TrainerConfig, folder: str) -> Any:
+def _body(rank: int, world_size: int, init_method: str, config: TrainerConfig, folder: str, way: Way) -> Any:
     trainers = world_size - 1
     if rank < trainers:
-        return _trainer(rank, trainers, init_method, config, Path(folder))
+        return _trainer(rank, trainers, init_method, config, Path(folder), way)
     _engine(config, Path(folder))
     return None
 
@@ -188,9 +214,24 @@ def test_two_pipelined_steps_arrive_as_they_are(tmp_path: Path) -> None:
     check_arrivals(tiny_config(pp=2, ep=2, clip=0.3, lr=0.05), 4, tmp_path)
 
 
-def check_arrivals(config: TrainerConfig, trainers: int, tmp_path: Path) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("ownership", ["replica", "slice"])
+@pytest.mark.parametrize("finality", ["whole", "pipelined", "speculative", "early"])
+def test_every_policy_and_both_owners_send_what_the_step_made(finality: str, ownership: str, tmp_path: Path) -> None:
+    """Two replicas: a shard that is read before it is final would be an old one beside a new one."""
+    config = tiny_config(pp=2, layers=2, clip=0.0, lr=0.05)
+    check_arrivals(config, 4, tmp_path, Way(finality, ownership))
+
+
+def test_each_of_four_replicas_sends_its_new_slice(tmp_path: Path) -> None:
+    """Before any parameter is gathered, out of the backward: not one old element arrives."""
+    reports = check_arrivals(tiny_config(ep=2, layers=2, clip=0.0, lr=0.05), 4, tmp_path, Way("early", "slice"))
+    assert all(report.elements > 0 for report in reports)
+
+
+def check_arrivals(config: TrainerConfig, trainers: int, tmp_path: Path, way: Way = Way()) -> list[EmitReport]:
     """One process is both engine ranks; what it holds after each step must be what the trainer holds."""
-    results = run_ranks(_body, trainers + 1, config=config, folder=str(tmp_path), timeout_s=90)
+    results = run_ranks(_body, trainers + 1, config=config, folder=str(tmp_path), way=way, timeout_s=90)
     elements = sum(torch.Size(shape).numel() for shape in hf_shapes(config).values())
     for index, version in enumerate(VERSIONS):
         dumps = [oracle.read_dump(tmp_path / f"raw{version}/rank{rank}.safetensors") for rank in range(trainers)]
@@ -204,3 +245,4 @@ def check_arrivals(config: TrainerConfig, trainers: int, tmp_path: Path) -> None
         assert all(report.wire_bytes > report.payload_bytes > 0 for report in reports)
     first, last = (load_file(tmp_path / f"live{version}.safetensors") for version in VERSIONS)
     assert [name for name in first if torch.equal(first[name], last[name])] == []
+    return reports
