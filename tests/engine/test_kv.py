@@ -16,7 +16,7 @@ from megastream.engine.vllm.compat_core import Scheduled
 from megastream.engine.vllm.kv import KvBook
 from tests.helpers.engine import Answer, Engine
 from tests.helpers.feed import RANDOM
-from tests.helpers.traffic import commit
+from tests.helpers.traffic import commit, stage
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -24,6 +24,7 @@ PROMPT = [17 + 7 * n % 1200 for n in range(300)]
 BLOCK = 16 if torch.cuda.is_available() else 128
 HIT = (len(PROMPT) - 1) // BLOCK * BLOCK
 """Whole blocks of the cache; the prompt's last token is always computed."""
+LENGTH = 150
 V1, V2, V3 = RANDOM + 50, RANDOM + 51, RANDOM + 52
 
 
@@ -40,6 +41,23 @@ def same(answer: Answer, cold: Answer) -> bool:
     assert cold.cached == 0
     close = all(abs(a - b) < 0.02 for a, b in zip(answer.logprobs, cold.logprobs, strict=True))
     return answer.tokens == cold.tokens and close
+
+
+async def grown(answer: Answer, num_tokens: int) -> None:
+    while len(answer.tokens) < num_tokens:
+        await asyncio.sleep(0.001)
+
+
+async def through_a_commit(engine: Engine, name: str, version: int, *, preempt: bool = False) -> Answer:
+    """A request of LENGTH tokens that is under way while `version` becomes live; vLLM may preempt it behind that."""
+    await stage(engine, version)
+    answer = Answer()
+    request = asyncio.create_task(engine.ask(name, PROMPT, LENGTH, into=answer))
+    await grown(answer, 5)
+    await engine.core("feed_commit", version)
+    if preempt:
+        await engine.llm.reset_prefix_cache(reset_running_requests=True)
+    return await request
 
 
 def test_a_prefix_of_another_version_is_never_hit(engine: Engine) -> None:
@@ -79,11 +97,14 @@ def test_a_commit_between_asking_and_the_first_step(engine: Engine) -> None:
     async def run() -> None:
         await commit(engine, V1)
         await engine.ask("w0", PROMPT, 1)  # there to be hit wrongly
-        long = [asyncio.create_task(engine.ask(f"w-long-{n}", [20 + n] * 4, 60)) for n in range(8)]
-        await asyncio.sleep(0.1)
+        await stage(engine, V2)
+        growing = Answer()
+        long = [asyncio.create_task(engine.ask(f"w-long-{n}", [20 + n] * 4, 200)) for n in range(7)]
+        long.append(asyncio.create_task(engine.ask("w-long-7", [27] * 4, 200, into=growing)))
+        await grown(growing, 5)
         waiting = asyncio.create_task(engine.ask("w1", PROMPT, 4))
-        await asyncio.sleep(0.05)
-        await commit(engine, V2)
+        await grown(growing, 10)
+        await engine.core("feed_commit", V2)
         answer = await waiting
         assert all({label for label, _, _ in a.kv} == {str(V1), str(V2)} for a in await asyncio.gather(*long))
         assert answer.kv == [(str(V2), 0, len(PROMPT) + 3)] and answer.cached == 0
@@ -97,12 +118,9 @@ def test_a_commit_between_asking_and_the_first_step(engine: Engine) -> None:
 def test_a_running_request_keeps_its_keys_and_values(engine: Engine) -> None:
     async def run() -> None:
         await commit(engine, V1)
-        request = asyncio.create_task(engine.ask("r1", PROMPT, 80))
-        await asyncio.sleep(0.3)
-        await commit(engine, V2)
-        answer = await request
+        answer = await through_a_commit(engine, "r1", V2)
         (first, _, border), (second, begin, end) = answer.kv
-        assert (first, second, begin, end) == (str(V1), str(V2), border, len(PROMPT) + 79)
+        assert (first, second, begin, end) == (str(V1), str(V2), border, len(PROMPT) + LENGTH - 1)
         # The token that a version's first step sampled stands one position behind the first that it computed.
         assert [start for label, start, _ in answer.spans if label == str(V2)] == [border + 1 - len(PROMPT)]
 
@@ -128,15 +146,10 @@ def test_a_request_that_starts_again_attends_to_one_version_only(engine: Engine,
         await commit(engine, V1)
         if how == "recompute":
             await engine.core("megastream_kv", "recompute")
-        request = asyncio.create_task(engine.ask("p1", PROMPT, 80))
-        await asyncio.sleep(0.3)
-        await commit(engine, V3)
-        if how == "preemption":
-            await engine.llm.reset_prefix_cache(reset_running_requests=True)
-        answer = await request
-        assert answer.kv == [(str(V3), 0, len(PROMPT) + 79)] and len(answer.tokens) == 80
+        answer = await through_a_commit(engine, "p1", V3, preempt=how == "preemption")
+        assert answer.kv == [(str(V3), 0, len(PROMPT) + LENGTH - 1)] and len(answer.tokens) == LENGTH
         begin = next(start for label, start, _ in answer.spans if label == str(V3)) + 4
-        rest = await engine.ask("p2", PROMPT + answer.tokens[:begin], 80 - begin, cold=True)
+        rest = await engine.ask("p2", PROMPT + answer.tokens[:begin], LENGTH - begin, cold=True)
         close = [abs(a - b) < 0.02 for a, b in zip(answer.logprobs[begin:], rest.logprobs, strict=True)]
         assert answer.tokens[begin:] == rest.tokens and all(close)
 

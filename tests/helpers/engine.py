@@ -119,10 +119,18 @@ class Engine:
         return await self.llm.collective_rpc(method, args=args)
 
     async def ask(
-        self, request_id: str, prompt: list[int], max_tokens: int, stop: list[str] | None = None, cold: bool = False
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        stop: list[str] | None = None,
+        cold: bool = False,
+        into: Answer | None = None,
     ) -> Answer:
-        """Greedy; every token with its logprob. Text is made only to look for `stop` in it. `cold`: without the prefix
-        cache."""
+        """Greedy; every token with its logprob. Text is made only to look for `stop` in it.
+
+        `cold`: without the prefix cache. `into`: an Answer that grows while the request runs.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -136,7 +144,7 @@ class Engine:
             output_kind=RequestOutputKind.DELTA,
             skip_reading_prefix_cache=cold or None,
         )
-        answer = Answer()
+        answer = Answer() if into is None else into
         async for output in self.llm.generate({"prompt_token_ids": prompt}, parameters, request_id):
             part = output.outputs[0]
             answer.tokens += part.token_ids
