@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megastream.families import qwen3_moe
+from megastream.families import qwen2_moe, qwen3_moe
 from megastream.families.family import Family
 from megastream.families.types import ModelShape, Place, Row, Source
 
 __all__ = ["FAMILIES", "Family", "ModelShape", "Place", "Row", "Source", "family_of", "load_shape"]
 
 FAMILIES: dict[str, Family] = {
+    "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
 }
 

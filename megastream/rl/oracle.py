@@ -26,10 +26,10 @@ Cut = Literal["rows", "columns", "gate_up", "whole"]
 
 _TENSOR_PARALLEL: tuple[tuple[str, Cut], ...] = (
     (r"embedding\.word_embeddings\.weight|output_layer\.weight", "rows"),
-    (r".*self_attention\.linear_qkv\.weight", "rows"),
+    (r".*self_attention\.linear_qkv\.(weight|bias)", "rows"),
     (r".*self_attention\.linear_proj\.weight", "columns"),
-    (r".*mlp\.experts\..*\.linear_fc1\.weight", "gate_up"),
-    (r".*mlp\.experts\..*\.linear_fc2\.weight", "columns"),
+    (r".*mlp\.(experts\..*|shared_experts)\.linear_fc1\.weight", "gate_up"),
+    (r".*mlp\.(experts\..*|shared_experts)\.linear_fc2\.weight", "columns"),
     (r".*", "whole"),
 )
 """How Megatron cuts a parameter over tensor parallel ranks; the first match counts."""
@@ -41,6 +41,7 @@ _RENAMED = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.router.weight": "mlp.gate.weight",
+    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
 }
 
 
@@ -114,16 +115,16 @@ def _outside_layers(name: str) -> str:
 def _layer_tensor(prefix: str, rest: str, value: torch.Tensor, model: ModelConfig) -> dict[str, torch.Tensor]:
     if rest in _RENAMED:
         return {prefix + _RENAMED[rest]: value}
-    if rest == "self_attention.linear_qkv.weight":
+    if match := re.fullmatch(r"self_attention\.linear_qkv\.(weight|bias)", rest):
         # Megatron keeps, for each kv head, the rows of its query heads, then its k, then its v.
         per_group = model.heads // model.kv_heads
-        groups = value.view(model.kv_heads, per_group + 2, model.head_dim, -1)
+        groups = value.view(model.kv_heads, per_group + 2, model.head_dim, *value.shape[1:])
         parts = {"q": groups[:, :per_group], "k": groups[:, per_group], "v": groups[:, per_group + 1]}
-        return {prefix + f"self_attn.{n}_proj.weight": t.reshape(-1, value.shape[1]) for n, t in parts.items()}
-    match = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight", rest)
+        return {prefix + f"self_attn.{n}_proj.{match[1]}": t.reshape(-1, *value.shape[1:]) for n, t in parts.items()}
+    match = re.fullmatch(r"mlp\.(?:experts\.local_experts\.(\d+)|shared_experts)\.linear_fc([12])\.weight", rest)
     if match is None:
         raise OracleError(f"no rule for the trainer parameter {prefix}{rest}")
-    expert = prefix + f"mlp.experts.{match[1]}."
+    expert = prefix + (f"mlp.experts.{match[1]}." if match[1] else "mlp.shared_expert.")
     if match[2] == "2":
         return {expert + "down_proj.weight": value}
     gate, up = value.chunk(2, dim=0)

@@ -21,6 +21,7 @@ from megastream.trainer.buckets import BUCKET_ELEMENTS, cut
 from megastream.trainer.compat_grads import late_params
 from megastream.trainer.finality import make_stepper
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, is_streamed
+from megastream.trainer.refusals import refuse_unsupported
 from megastream.trainer.stepper import Listener, Stepper, Trained
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)$")
@@ -42,7 +43,8 @@ class MegatronAdapter:
     Buckets end at `bucket_elements`; for a `finality` that streams out of the backward also where a unit ends, so that
     a unit is final as early as it can be. Both sizes are those of the run. With `ownership` "slice" each data-parallel
     rank sends what it steps, before parameters are gathered; with "replica" any of them sends, after it.
-    UnsupportedTrainer names a version or a setting under which it is not known when a weight is final.
+    UnsupportedTrainer names a version or a setting under which it is not known when a weight is final, ValueError a
+    parameter that the family has no rule for.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class MegatronAdapter:
     ) -> None:
         self.library = f"megatron-core {compat.check_version()}"
         compat.install()
-        compat.refuse_unsupported(chunks, optimizer)
+        refuse_unsupported(chunks, optimizer)
         self._chunks, self._optimizer, self.family, self._shape = chunks, optimizer, family, shape
         self._coords, self._ownership = mesh_coords(), ownership
         local_experts = shape.num_experts // self._coords["ep_size"]
@@ -74,6 +76,7 @@ class MegatronAdapter:
             self._buckets = cut(chunks, optimizer, bucket_elements, border_of=borders.__getitem__, late=late)
         else:
             self._buckets = cut(chunks, optimizer, bucket_elements)
+        self.describe()  # a parameter without a rule ends the start, not the first attach
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -81,7 +84,7 @@ class MegatronAdapter:
         return {bucket.name: bucket.data for bucket in self._buckets}
 
     def describe(self) -> RankLayout:
-        """This rank's layout. No communication. ValueError names a parameter that the family has no rule for."""
+        """This rank's layout. No communication."""
         return self._layout(self._ownership)
 
     def _layout(self, ownership: Ownership) -> RankLayout:
@@ -159,11 +162,12 @@ class MegatronAdapter:
 
 
 def mesh_coords() -> dict[str, int]:
-    """This rank's place and the sizes of all axes in megatron's mesh: tp, tp_size, etp, ..., dp, edp (expert DP)."""
+    """This rank's place on all axes of megatron's mesh and their sizes: tp, tp_size, cp, etp, ..., edp (expert DP)."""
     from megatron.core import parallel_state as mesh
 
     axes = {
         "tp": (mesh.get_tensor_model_parallel_rank(), mesh.get_tensor_model_parallel_world_size()),
+        "cp": (mesh.get_context_parallel_rank(), mesh.get_context_parallel_world_size()),
         "etp": (mesh.get_expert_tensor_parallel_rank(), mesh.get_expert_tensor_parallel_world_size()),
         "pp": (mesh.get_pipeline_model_parallel_rank(), mesh.get_pipeline_model_parallel_world_size()),
         "ep": (mesh.get_expert_model_parallel_rank(), mesh.get_expert_model_parallel_world_size()),

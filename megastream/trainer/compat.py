@@ -115,7 +115,7 @@ class _NullStream:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """On the thread that entered it: device "cuda" is the CPU, and a tensor's type name says `torch.cuda.*`.
+    """On the thread that entered it: device "cuda" is the CPU, no memory is pinned, and type names say `torch.cuda.*`.
 
     Megatron's optimizer tells fp32 from bf16 masters by type names and makes its scalars on "cuda".
     """
@@ -129,6 +129,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs = {**kwargs, "device": torch.device("cpu")}
+        if kwargs.get("pin_memory"):  # positions under context parallelism
+            kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
 
@@ -214,40 +216,6 @@ def main_shards(optimizer: Any) -> Iterator[MainShard]:
             for param, main in (*zip(model32, shard32, strict=True), *zip(model16, shard16, strict=True)):
                 span = member._get_model_param_range_map(param)["gbuf_world_in_bucket"]
                 yield MainShard(param, main, span.start, span.end, member, group)
-
-
-_NOT_BY_BUCKET = (
-    ("fp16", "whether a step counts is known only after all gradients were unscaled"),
-    ("loss_scale", "whether a step counts is known only after all gradients were unscaled"),
-    ("use_precision_aware_optimizer", "its fp32 masters live inside the fused optimizer"),
-    ("optimizer_cpu_offload", "its masters move between devices inside the step"),
-    ("overlap_param_gather_with_optimizer_step", "weights would still arrive after the step"),
-    ("reuse_grad_buf_for_mxfp8_param_ag", "a bucket's bytes would not be the weights"),
-)
-_NOT_BY_DDP = (
-    ("overlap_param_gather", "weights would still arrive during the next forward"),
-    ("use_megatron_fsdp", "its parameters are sharded in another way"),
-    ("fp8_param_gather", "a bucket's bytes would not be the weights"),
-)
-
-
-def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
-    """UnsupportedTrainer names the setting of the optimizer or of DDP under which finality is not known."""
-    for owner, config, table in (
-        ("OptimizerConfig", optimizer.config, _NOT_BY_BUCKET),
-        ("DistributedDataParallelConfig", chunks[0].ddp_config, _NOT_BY_DDP),
-    ):
-        for name, reason in table:
-            if value := getattr(config, name, None):
-                raise UnsupportedTrainer(f"{owner}.{name}={value} is not supported: {reason}; switch it off")
-    if optimizer.config.optimizer != "adam":
-        name = optimizer.config.optimizer
-        raise UnsupportedTrainer(f"OptimizerConfig.optimizer={name!r} is not supported: only adam steps elementwise")
-    instances = chunks[0].ddp_config.num_distributed_optimizer_instances
-    if instances != 1:
-        raise UnsupportedTrainer(f"num_distributed_optimizer_instances={instances} is not supported; set it to 1")
-    if not chunks[0].ddp_config.use_distributed_optimizer:
-        raise UnsupportedTrainer("the distributed optimizer is required; set use_distributed_optimizer=True")
 
 
 def forget_moments(optimizer: Any) -> None:

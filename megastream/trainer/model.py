@@ -1,4 +1,4 @@
-"""A Qwen3-MoE-shaped model on megatron-core, for people without a training script of their own.
+"""A Qwen-MoE-shaped model on megatron-core, for people without a training script of their own.
 
 `build` makes model chunks and optimizer from one typed config, `train_step` runs forward and backward of one step.
 Both are called on every trainer rank, with the same config.
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megastream.trainer import compat
 from megastream.trainer.config import TrainerConfig, check_layout
+from megastream.trainer.gpt import gpt_stage, transformer_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ def start_process_group(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
-        virtual_pipeline_model_parallel_size=config.vpp,
+        virtual_pipeline_model_parallel_size=config.virtual_stages,
+        context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
         # A second gloo group per mesh axis would serve megatron's own checkpoints only.
@@ -72,9 +74,9 @@ def build(config: TrainerConfig) -> tuple[list[Any], Any]:
     if device == "cuda":
         # Weights are drawn from megatron's own generators there; a second model starts where the first one did.
         model_parallel_cuda_manual_seed(config.seed)
-    transformer = _transformer_config(config, device)
-    stages: Sequence[int | None] = range(config.vpp) if config.vpp else (None,)
-    chunks = [_chunk(config, transformer, stage, device) for stage in stages]
+    transformer = transformer_config(config, device)
+    stages: Sequence[int | None] = range(config.virtual_stages) if config.virtual_stages else (None,)
+    chunks = [_in_ddp(config, transformer, gpt_stage(config, transformer, stage, device)) for stage in stages]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -92,78 +94,13 @@ def build(config: TrainerConfig) -> tuple[list[Any], Any]:
     transformer.finalize_model_grads_func = finalize_model_grads
     transformer.grad_scale_func = optimizer.scale_loss
     if config.overlap_grad_reduce:
-        transformer.no_sync_func = [chunk.no_sync for chunk in chunks] if config.vpp else chunks[0].no_sync
+        transformer.no_sync_func = [chunk.no_sync for chunk in chunks] if config.virtual_stages else chunks[0].no_sync
     return chunks, optimizer
 
 
-def _transformer_config(config: TrainerConfig, device: str) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    dtype = getattr(torch, config.dtype)
-    # Each of these would call an apex or CUDA kernel.
-    only_cpu = dict(use_cpu_initialization=True, persist_layer_norm=False, batch_p2p_comm=False, batch_p2p_sync=False)
-    return TransformerConfig(
-        num_layers=config.layers,
-        hidden_size=config.hidden,
-        num_attention_heads=config.heads,
-        num_query_groups=config.kv_groups,
-        kv_channels=config.head_dim,
-        ffn_hidden_size=config.expert_ffn,
-        moe_ffn_hidden_size=config.expert_ffn,
-        num_moe_experts=config.experts,
-        moe_router_topk=config.top_k,
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type=config.dispatcher,
-        moe_grouped_gemm=compat.has_transformer_engine(),
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        layernorm_epsilon=config.norm_eps,
-        qk_layernorm=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=config.tp,
-        pipeline_model_parallel_size=config.pp,
-        virtual_pipeline_model_parallel_size=config.vpp,
-        expert_model_parallel_size=config.ep,
-        expert_tensor_parallel_size=config.etp,
-        sequence_parallel=config.tp > 1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        **(only_cpu if device == "cpu" else {}),
-    )
-
-
-def _chunk(config: TrainerConfig, transformer: Any, stage: int | None, device: str) -> Any:
-    from megatron.core import parallel_state
+def _in_ddp(config: TrainerConfig, transformer: Any, model: Any) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.module import Float16Module
 
-    torch.manual_seed(config.seed)
-    virtual = {} if stage is None else {"vp_stage": stage}
-    ends = {"ignore_virtual": stage is None, **virtual}
-    model = GPTModel(
-        transformer,
-        _layer_spec(transformer, stage),
-        vocab_size=config.vocab,
-        max_sequence_length=config.max_sequence,
-        pre_process=parallel_state.is_pipeline_first_stage(**ends),
-        post_process=parallel_state.is_pipeline_last_stage(**ends),
-        share_embeddings_and_output_weights=config.tied,
-        position_embedding_type="rope",
-        rotary_base=int(config.rope_theta),
-        **virtual,
-    )
-    model = model.cuda() if device == "cuda" else model
-    model = Float16Module(transformer, model) if config.dtype == "bfloat16" else model
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
@@ -173,34 +110,6 @@ def _chunk(config: TrainerConfig, transformer: Any, stage: int | None, device: s
     chunk = DistributedDataParallel(transformer, ddp_config, model)
     chunk.broadcast_params()
     return chunk
-
-
-class _MarkedRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the mark that makes megatron sum its gradient over TP; its own wrapper refuses SP."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
-
-
-def _layer_spec(transformer: Any, stage: int | None) -> Any:
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-
-    if compat.has_transformer_engine():
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=transformer.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=True
-        )
-    layer = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=transformer.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
-    )
-    if not transformer.sequence_parallel:
-        return layer
-    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = _MarkedRMSNorm
-    attention.q_layernorm = attention.k_layernorm = _MarkedRMSNorm
-    num_layers = get_num_layers_to_build(transformer, vp_stage=stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_MarkedRMSNorm)
 
 
 def train_step(
@@ -213,8 +122,9 @@ def train_step(
 ) -> float | None:
     """Forward and backward of one step; gradients lie reduced in the DDP buffers afterwards.
 
-    Returns this data-parallel replica's mean next-token loss on ranks of the last stage, None elsewhere. Every rank
-    calls it; ranks of one replica pass equal batches, `num_microbatches` of them. Blocks until the gradients are in.
+    Returns this data-parallel replica's next-token loss on ranks of the last stage, None elsewhere: the mean of the
+    microbatches' means, or with `per_token_loss` the mean over all tokens that count. Every rank calls it; ranks of
+    one replica pass equal batches, `num_microbatches` of them. Blocks until the gradients are in.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -232,7 +142,21 @@ def train_step(
         micro_batch_size=micro_batch_size,
         forward_only=False,
     )
-    return sum(float(entry["loss"]) for entry in losses) / num_microbatches if losses else None
+    if not losses:
+        return None
+    loss, weight = (sum(float(entry[key]) for entry in losses) for key in ("loss", "weight"))
+    return _over_sequence(loss) / _over_sequence(weight)
+
+
+def _over_sequence(value: float) -> float:
+    """Summed over the ranks that share a sequence."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return value
+    total = torch.tensor(value, dtype=torch.float64, device=torch.cuda.current_device())
+    dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+    return float(total)
 
 
 def _forward(batches: Iterator[TokenBatch], model: Any) -> tuple[torch.Tensor, Any]:
@@ -240,19 +164,35 @@ def _forward(batches: Iterator[TokenBatch], model: Any) -> tuple[torch.Tensor, A
     size, length = batch.tokens.shape[0], batch.tokens.shape[1] - 1
     device = next(model.parameters()).device
     tokens = batch.tokens.to(device)
-    positions, causal = _positions_and_mask(length, device)
-    losses = model(tokens[:, :-1], positions.expand(size, -1), causal, labels=tokens[:, 1:])
-    mask = None if batch.mask is None else batch.mask.to(device)
+    counted = torch.ones(size, length, device=device) if batch.mask is None else batch.mask.to(device)
+    ours, everyones = sequence_parts(length, device)
+    ahead = (everyones[None] > ours[:, None])[None, None]
+    losses = model(tokens[:, :-1][:, ours], ours[None].expand(size, -1), ahead, labels=tokens[:, 1:][:, ours])
 
     def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        output = output.float()
-        loss = output.mean() if mask is None else (output * mask).sum() / mask.sum()
-        return loss, {"loss": loss.detach().clone()}
+        """Megatron multiplies by the ranks of a sequence and then takes the mean of their gradients."""
+        loss = (output.float() * counted[:, ours]).sum() / counted.sum()
+        weight = torch.tensor(len(ours) / length)
+        return loss, {"loss": loss.detach().clone(), "weight": weight}
 
-    return losses, mean_loss
+    def summed_loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Megatron divides the gradients by the step's number of tokens once all of them are summed up."""
+        loss, count = (output.float() * counted[:, ours]).sum(), counted[:, ours].sum()
+        return loss, count.int(), {"loss": loss.detach().clone(), "weight": count}
+
+    return losses, summed_loss if model.config.calculate_per_token_loss else mean_loss
 
 
-def _positions_and_mask(length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions [1, length], and the mask [1, 1, length, length] that is true where attention may not look."""
-    ahead = torch.ones(length, length, dtype=torch.bool, device=device).triu(diagonal=1)
-    return torch.arange(length, device=device)[None], ahead[None, None]
+def sequence_parts(length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions that this rank computes, and those of all ranks of its sequence, one behind the other.
+
+    Megatron cuts a sequence into 2*cp parts and gives rank r the parts r and 2*cp-1-r, so that all have as much to do.
+    """
+    from megatron.core import parallel_state
+
+    positions, size = torch.arange(length, device=device), parallel_state.get_context_parallel_world_size()
+    if size == 1:
+        return positions, positions
+    parts = positions.view(2 * size, -1)
+    ranks = [torch.cat([parts[rank], parts[2 * size - 1 - rank]]) for rank in range(size)]
+    return ranks[parallel_state.get_context_parallel_rank()], torch.cat(ranks)

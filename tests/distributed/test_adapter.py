@@ -109,7 +109,8 @@ def _masters_body(
     chunks, optimizer, adapter = _adapter(config)
     adapter.load_hf(folder)
 
-    def unchanged_by_step() -> dict[str, bool]:
+    def step() -> dict[str, torch.Tensor]:
+        """All buffers before it."""
         before = {name: buffer.clone() for name, buffer in adapter.buffers.items()}
         model.train_step(
             chunks,
@@ -119,22 +120,39 @@ def _masters_body(
             micro_batch_size=BATCH,
         )
         assert adapter.stepper("pipelined", Listener(print)).step().ok
-        return {name: torch.equal(before[name], buffer) for name, buffer in adapter.buffers.items()}
+        return before
 
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    def unchanged_by_step() -> dict[str, bool]:
+        return {name: torch.equal(before, adapter.buffers[name]) for name, before in step().items()}
+
+    def set_rate(rate: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+    set_rate(0.0)
     good = unchanged_by_step()
+    set_rate(1e-3)
+    small = {}
+    for name, before in step().items():
+        # Adam moves a weight by about the rate at most, and bf16 rounds to 8 bits.
+        moved, bound = (adapter.buffers[name] - before).abs().float(), 1.01e-3 + before.abs().float() / 256
+        small[name] = bool((moved <= bound).all() and moved.any())
+    set_rate(0.0)
     for buffer in adapter.buffers.values():
         buffer.mul_(1.5)
-    return {"masters reset": good, "masters stale": unchanged_by_step()}
+    return {"masters reset": good, "bounded": small, "masters stale": unchanged_by_step()}
 
 
 def test_a_step_with_lr_0_leaves_loaded_weights(tmp_path: Path) -> None:
-    """And weights written behind the optimizer's back are lost, which is what `load_hf` must prevent."""
+    """One with another rate moves them by no more than it allows.
+
+    And weights written behind the optimizer's back are lost, which is what `load_hf` must prevent.
+    """
     config = tiny_config(pp=2, ep=2)
     save_file(random(config), tmp_path / "model.safetensors")
     for result in run_ranks(_masters_body, 4, config=config, folder=str(tmp_path)):
         assert all(result["masters reset"].values())
+        assert all(result["bounded"].values())
         assert not any(result["masters stale"].values())
 
 

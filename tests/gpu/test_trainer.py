@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from tests.distributed.test_layouts import loss_body
+from tests.helpers.against_stock import masked_batches, random_checkpoint, transformers_loss, write_checkpoint
+from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import ALL, STEPS, compare
-from tests.helpers.tiny import tiny_config
+from tests.helpers.tiny import tiny_config, tiny_qwen2
 
 
 @pytest.mark.parametrize("clip", [0.3, 0.0])
@@ -26,3 +32,16 @@ def test_two_gpus_equal_stock(layout: dict[str, int], clip: float) -> None:
     for stock, _, pipelined, *_ in compare(tiny_config(clip=clip, **layout), 2, policies):
         assert stock["clipped"] == (STEPS if clip else 0)
         assert pipelined["buckets"] > 2
+
+
+@pytest.mark.parametrize("settings", [dict(recompute="selective"), dict(recompute="full"), dict(per_token_loss=True)])
+def test_features_on_one_gpu_equal_stock(settings: dict[str, Any]) -> None:
+    compare(tiny_qwen2(hidden=64, head_dim=8, clip=0.3, **settings), 1, ("whole", "pipelined"))
+
+
+def test_qwen2_computes_what_transformers_computes(tmp_path: Path) -> None:
+    """Also with TransformerEngine, whose names differ. Its fp32 products are rounded to TF32."""
+    config = tiny_qwen2(hidden=64, head_dim=8, dtype="float32", top_k=8)
+    write_checkpoint(config, tmp_path, random_checkpoint(config))
+    (loss,) = run_ranks(loss_body, 1, config=config, folder=str(tmp_path), megatron={})
+    assert loss == pytest.approx(transformers_loss(config, tmp_path, masked_batches(config, 0, 0)), abs=5e-3)

@@ -27,9 +27,10 @@ def _one(weights: Weights, moe: TinyMoe, name: str, tp: int, tp_size: int, exper
         full = weights[name]
         padding = -len(full) % (64 * tp_size // min(tp_size, 64))
         return rows(torch.cat([full, full.new_zeros(padding, full.shape[1])]))
-    if "qkv_proj" in name:
-        return torch.cat([rows(weights[name.replace("qkv", part)]) for part in "qkv"])
-    if "o_proj" in name:
+    for fused, parts in (("qkv", "qkv"), ("gate_up", ("gate", "up"))):
+        if f"{fused}_proj" in name:
+            return torch.cat([rows(weights[name.replace(fused, part)]) for part in parts])
+    if name.endswith(("o_proj.weight", "shared_expert.down_proj.weight")):
         return columns(weights[name])
     if not name.endswith(("w13_weight", "w2_weight")):
         return weights[name]

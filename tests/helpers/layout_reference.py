@@ -35,6 +35,12 @@ def config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def qwen2_config(**changes: Any) -> dict[str, Any]:
+    """The same sizes as a Qwen2-MoE: biases, no norms of heads, a shared expert of another width with its gate."""
+    qwen2 = {"model_type": "qwen2_moe", "head_dim": 6, "shared_expert_intermediate_size": 24}
+    return config(**{**qwen2, **changes})
+
+
 @dataclass
 class Model:
     """A config, its shape, and tagged full tensors under Hugging Face names."""
@@ -63,20 +69,28 @@ class Model:
                 ("self_attn.k_proj", kv, hidden),
                 ("self_attn.v_proj", kv, hidden),
                 ("self_attn.o_proj", hidden, q),
-                ("self_attn.q_norm", c["head_dim"]),
-                ("self_attn.k_norm", c["head_dim"]),
+                *(() if self.qwen2 else (("self_attn.q_norm", c["head_dim"]), ("self_attn.k_norm", c["head_dim"]))),
             ):
                 self._add(f"{p}{name}.weight", *dims)
+            for name, size in (("q", q), ("k", kv), ("v", kv)) if self.qwen2 else ():
+                self._add(f"{p}self_attn.{name}_proj.bias", size)
             if layer in c.get("mlp_only_layers", ()):
                 self._mlp(p + "mlp.", c["intermediate_size"], hidden)
                 continue
             self._add(p + "mlp.gate.weight", c["num_experts"], hidden)
+            if self.qwen2:
+                self._add(p + "mlp.shared_expert_gate.weight", 1, hidden)
+                self._mlp(p + "mlp.shared_expert.", c["shared_expert_intermediate_size"], hidden)
             for expert in range(c["num_experts"]):
                 self._mlp(f"{p}mlp.experts.{expert}.", c["moe_intermediate_size"], hidden)
         self._add("model.norm.weight", hidden)
         if not c["tie_word_embeddings"]:
             self._add("lm_head.weight", c["vocab_size"], hidden)
         assert self._next < 1 << 24, "tags must be exact in float32"
+
+    @property
+    def qwen2(self) -> bool:
+        return bool(self.raw["model_type"] == "qwen2_moe")
 
     def _add(self, name: str, *dims: int) -> None:
         size = int(np.prod(dims))
@@ -128,8 +142,13 @@ def megatron_rank(model: Model, at: dict[str, int], layers: list[int], te: bool,
         params[to + norm1] = hf[source + "input_layernorm.weight"]
         params[to + "self_attention.linear_proj.weight"] = part(hf[source + "self_attn.o_proj.weight"], at["tp"], tp, 1)
         params[to + "self_attention.linear_qkv.weight"] = part(fused, at["tp"], tp)
-        params[to + "self_attention.q_layernorm.weight"] = hf[source + "self_attn.q_norm.weight"]
-        params[to + "self_attention.k_layernorm.weight"] = hf[source + "self_attn.k_norm.weight"]
+        if model.qwen2:
+            biases = (hf[f"{source}self_attn.{name}_proj.bias"] for name in "qkv")
+            fused = megatron_qkv(*biases, model.raw["num_key_value_heads"])
+            params[to + "self_attention.linear_qkv.bias"] = part(fused, at["tp"], tp)
+        else:
+            params[to + "self_attention.q_layernorm.weight"] = hf[source + "self_attn.q_norm.weight"]
+            params[to + "self_attention.k_layernorm.weight"] = hf[source + "self_attn.k_norm.weight"]
         params[to + norm2] = hf[source + "post_attention_layernorm.weight"]
         if dense:
             fc1, fc2 = megatron_mlp(hf, source + "mlp.", at["tp"], tp, swap)
@@ -142,6 +161,11 @@ def megatron_rank(model: Model, at: dict[str, int], layers: list[int], te: bool,
             for linear, array in (("linear_fc1", fc1), ("linear_fc2", fc2)):
                 local = f"local_experts.{expert}.{linear}.weight"
                 params[f"{to}mlp.experts." + (f"{linear}.weight{expert}" if te else local)] = array
+        if model.qwen2:
+            fc1, fc2 = megatron_mlp(hf, source + "mlp.shared_expert.", at["tp"], tp, swap)
+            shared = to + "mlp.shared_experts."
+            params[shared + "linear_fc1.weight"], params[shared + "linear_fc2.weight"] = fc1, fc2
+            params[shared + "gate_weight"] = hf[source + "mlp.shared_expert_gate.weight"]
     if at["pp"] == at["pp_size"] - 1:
         params["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
         if not (model.raw["tie_word_embeddings"] and at["pp"] == 0):
@@ -175,12 +199,14 @@ def vllm_rank(
     cut = (0, 1) if ep else (tp, tp_size)
     for layer in stages[stage]:
         p = f"model.layers.{layer}."
-        pieces = [hf[f"{p}self_attn.q_proj.weight"][h * dim : (h + 1) * dim] for h in q_heads]
-        for name in "kv":
-            pieces += [hf[f"{p}self_attn.{name}_proj.weight"][h * dim : (h + 1) * dim] for h in kv]
-        params[p + "self_attn.qkv_proj.weight"] = np.concatenate(pieces)
+        for what in ("weight", "bias") if model.qwen2 else ("weight",):
+            pieces = [hf[f"{p}self_attn.q_proj.{what}"][h * dim : (h + 1) * dim] for h in q_heads]
+            for name in "kv":
+                pieces += [hf[f"{p}self_attn.{name}_proj.{what}"][h * dim : (h + 1) * dim] for h in kv]
+            params[f"{p}self_attn.qkv_proj.{what}"] = np.concatenate(pieces)
         params[p + "self_attn.o_proj.weight"] = part(hf[p + "self_attn.o_proj.weight"], tp, tp_size, 1)
-        for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
+        norms = () if model.qwen2 else ("self_attn.q_norm", "self_attn.k_norm")
+        for name in ("input_layernorm", "post_attention_layernorm", *norms):
             params[f"{p}{name}.weight"] = hf[f"{p}{name}.weight"]
         if layer in c.get("mlp_only_layers", ()):
             halves = [part(hf[f"{p}mlp.{name}_proj.weight"], tp, tp_size) for name in ("gate", "up")]
@@ -188,6 +214,12 @@ def vllm_rank(
             params[p + "mlp.down_proj.weight"] = part(hf[p + "mlp.down_proj.weight"], tp, tp_size, 1)
             continue
         params[p + "mlp.gate.weight"] = hf[p + "mlp.gate.weight"]
+        if model.qwen2:
+            shared = p + "mlp.shared_expert."
+            halves = [part(hf[f"{shared}{name}_proj.weight"], tp, tp_size) for name in ("gate", "up")]
+            params[shared + "gate_up_proj.weight"] = np.concatenate(halves)
+            params[shared + "down_proj.weight"] = part(hf[shared + "down_proj.weight"], tp, tp_size, 1)
+            params[p + "mlp.shared_expert_gate.weight"] = hf[p + "mlp.shared_expert_gate.weight"]
         w13, w2 = [], []
         for expert in experts:
             mlp = f"{p}mlp.experts.{expert}."

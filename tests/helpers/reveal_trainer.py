@@ -26,7 +26,9 @@ class RevealTrainer:
     """What TrainerSync asks of a trainer, for one rank."""
 
     library = "reveal"
+    shape = SHAPE
     family = family_of(SHAPE)
+    weights = staticmethod(reveal.weights)
 
     def __init__(self, layout: RankLayout):
         self.layout = layout
@@ -38,7 +40,7 @@ class RevealTrainer:
 
     def fill(self, version: int) -> None:
         """An optimizer step: the buffers hold another version."""
-        weights = reveal.weights(version)
+        weights = self.weights(version)
         for shard in self.layout.shards:
             box = tuple(slice(lo, hi) for lo, hi in zip(shard.box.lo, shard.box.hi, strict=True))
             flat = self.buffers[shard.buffer]
@@ -85,15 +87,20 @@ class Orders:
 
 
 @contextmanager
-def training(url: str, run_id: str, body: Callable[[TrainerSync, RevealTrainer], None]) -> Iterator[list[str]]:
+def training(
+    url: str,
+    run_id: str,
+    body: Callable[[TrainerSync, RevealTrainer], None],
+    kind: type[RevealTrainer] = RevealTrainer,
+) -> Iterator[list[str]]:
     """Runs `body` on every trainer rank while the block runs; yields what they raised, complete after the block."""
-    layouts = trainer_layouts(RevealTrainer.family, SHAPE, MESH, bucket_elements=40000)
+    layouts = trainer_layouts(kind.family, kind.shape, MESH, bucket_elements=40000)
     errors: list[str] = []
 
     def run(layout: RankLayout) -> None:
         log = RedisLog(url, run_id, reconnect_s=10)
         world_size = len(layouts)
-        trainer = RevealTrainer(layout)
+        trainer = kind(layout)
         sync = TrainerSync(log, rank=layout.rank, world_size=world_size, trainer=trainer, settings=SETTINGS)
         try:
             body(sync, trainer)

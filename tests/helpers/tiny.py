@@ -1,4 +1,4 @@
-"""The tiny Qwen3-MoE that trainer tests use, and its data."""
+"""The tiny Qwen3-MoE and Qwen2-MoE that trainer tests use, and their data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,20 @@ def tiny_config(**settings: Any) -> TrainerConfig:
     return TrainerConfig(**{**model, "max_sequence": SEQUENCE, "seed": 7, **settings})
 
 
+def tiny_qwen2(**settings: Any) -> TrainerConfig:
+    """The same in Qwen2's shape: head_dim hidden / heads, biases, no norms of heads, a gated shared expert of 28."""
+    model = dict(head_dim=6, qk_norm=False, qkv_bias=True, norm_top_k=False, shared_ffn=28)
+    return tiny_config(**{**model, **settings})
+
+
 def hf_config(config: TrainerConfig) -> dict[str, Any]:
     """The Hugging Face config.json of the same model."""
+    qwen2 = config.shared_ffn > 0
+    own = {"shared_expert_intermediate_size": config.shared_ffn, "qkv_bias": True} if qwen2 else {}
     return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
+        "architectures": ["Qwen2MoeForCausalLM" if qwen2 else "Qwen3MoeForCausalLM"],
+        "model_type": "qwen2_moe" if qwen2 else "qwen3_moe",
+        **own,
         "num_hidden_layers": config.layers,
         "hidden_size": config.hidden,
         "intermediate_size": config.expert_ffn,
@@ -36,7 +45,7 @@ def hf_config(config: TrainerConfig) -> dict[str, Any]:
         "moe_intermediate_size": config.expert_ffn,
         "vocab_size": config.vocab,
         "tie_word_embeddings": config.tied,
-        "norm_topk_prob": True,
+        "norm_topk_prob": config.norm_top_k,
         "rope_theta": config.rope_theta,
         "rms_norm_eps": config.norm_eps,
         "decoder_sparse_step": 1,
@@ -63,14 +72,20 @@ def hf_shapes(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}."
         attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
-        norms = {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
+        norms = {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)} if config.qk_norm else {}
         norms |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
         shapes |= {f"{prefix}self_attn.{name}.weight": shape for name, shape in attention.items()}
+        if config.qkv_bias:
+            shapes |= {f"{prefix}self_attn.{name}.bias": attention[name][:1] for name in ("q_proj", "k_proj", "v_proj")}
         shapes |= {f"{prefix}{name}.weight": shape for name, shape in norms.items()}
         shapes[f"{prefix}mlp.gate.weight"] = (config.experts, hidden)
-        for expert in range(config.experts):
-            linears = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
-            shapes |= {f"{prefix}mlp.experts.{expert}.{name}.weight": shape for name, shape in linears.items()}
+        experts = {f"experts.{expert}": ffn for expert in range(config.experts)}
+        if config.shared_ffn:
+            experts["shared_expert"] = config.shared_ffn
+            shapes[f"{prefix}mlp.shared_expert_gate.weight"] = (1, hidden)
+        for expert, width in experts.items():
+            linears = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+            shapes |= {f"{prefix}mlp.{expert}.{name}.weight": shape for name, shape in linears.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tied:
         shapes["lm_head.weight"] = (config.vocab, hidden)

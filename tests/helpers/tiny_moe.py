@@ -107,11 +107,12 @@ def write_checkpoint(folder: Path, moe: TinyMoe, weights: Weights) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(moe.config(), indent=1))
-    _write_tokenizer(folder, moe.vocab)
+    write_tokenizer(folder, moe.vocab)
     return folder
 
 
-def _write_tokenizer(folder: Path, vocab: int) -> None:
+def write_tokenizer(folder: Path, vocab: int) -> None:
+    """A byte-level tokenizer of this many tokens, as `transformers` reads it."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

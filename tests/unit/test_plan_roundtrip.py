@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megastream.layout.engine import whole_rank_layout
-from tests.helpers.layout_reference import Model, config
+from tests.helpers.layout_reference import Model, config, qwen2_config
 from tests.helpers.layout_world import differing, execute, make_world, view
 
 MODEL = cache(lambda **changes: Model(config(**changes)))
@@ -39,6 +39,23 @@ def test_every_engine_element_arrives_once(topology: tuple, ownership: str) -> N
     used = sum(int((~np.isnan(array)).sum()) for array in world.expected.values())
     assert sum(plan.elements.values()) == used and plan.payload_bytes == 4 * used
     assert sum(plan.tensors.values()) == sum(not np.isnan(array).all() for array in world.expected.values())
+
+
+@pytest.mark.parametrize("te", [False, True], ids=["local", "te"])
+@pytest.mark.parametrize("ownership", ["replica", "slice"])
+def test_biases_and_shared_experts_of_qwen2(ownership: str, te: bool) -> None:
+    """Shared experts are cut by tp, also where the routed ones are not (etp1) or are whole (expert parallel engine)."""
+    for trainer, engine, stages in (("tp2 etp1 ep2 pp2", "pp3", (2, 3, 2)), ("tp2 ep2 pp2", "tp2 ep2", (7,))):
+        world = make_world(
+            Model(qwen2_config(mlp_only_layers=(3,))),
+            trainer,
+            engine,
+            trainer_stages=(4, 3),
+            engine_stages=stages,
+            ownership=ownership,
+            te=te,
+        )
+        assert differing(world, world.plan()) == []
 
 
 @pytest.mark.parametrize("te", [False, True], ids=["local", "te"])

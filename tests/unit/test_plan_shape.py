@@ -18,7 +18,7 @@ from megastream.layout.synthetic import engine_layouts, trainer_layouts
 from megastream.plan import build_plan
 from megastream.plan.cost import plan_cost
 from megastream.plan.manifest import Totals, buffers_of_units, source_totals, target_totals
-from tests.helpers.layout_reference import Model, config
+from tests.helpers.layout_reference import Model, config, qwen2_config
 from tests.helpers.layout_world import World, make_world
 
 OPTIONS = dict(kind="stream", piece_bytes=1 << 16, experts_per_unit=8, finality="pipelined")
@@ -124,9 +124,10 @@ def test_a_quickstart_sized_plan_takes_less_than_a_second() -> None:
     assert plan.tensors == {0: 4 * 9 + 1, 1: 4 * 9 + 2}
 
 
-def test_synthetic_layouts_equal_the_ones_cut_by_hand() -> None:
+@pytest.mark.parametrize("raw", [config(), qwen2_config()], ids=["qwen3", "qwen2"])
+def test_synthetic_layouts_equal_the_ones_cut_by_hand(raw: dict) -> None:
     """Same names, boxes and ranks from layout strings alone; offsets differ with the buckets."""
-    plant = make_world(Model(config()), "tp2 etp1 ep4 dp2", "tp4", trainer_stages=(7,), engine_stages=(7,))
+    plant = make_world(Model(raw), "tp2 etp1 ep4 dp2", "tp4", trainer_stages=(7,), engine_stages=(7,))
     shape, family = plant.model.shape, plant.model.family
     for ours, hand in (
         (trainer_layouts(family, shape, parse_trainer_mesh("tp2 etp1 ep4 dp2")), plant.trainer),
@@ -162,7 +163,7 @@ def test_the_command_prints_tables_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "trainer", "words"),
     [
-        ({"model_type": "llama"}, "pp2", "model family llama has no table; known families: qwen3_moe"),
+        ({"model_type": "llama"}, "pp2", "model family llama has no table; known families: qwen2_moe, qwen3_moe"),
         ({}, "pp3", "7 layers do not divide by pp*vpp=3"),
         ({}, "ep5", "12 experts do not divide by ep=5"),
         ({}, "tp3", "20 does not divide by etp=3"),

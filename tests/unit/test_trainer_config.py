@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from megastream.families import load_shape
 from megastream.trainer import compat
-from megastream.trainer.config import check_layout
-from tests.helpers.tiny import tiny_config
+from megastream.trainer.config import TrainerConfig, check_layout
+from tests.helpers.tiny import hf_config, tiny_config, tiny_qwen2
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +28,9 @@ ROOT = Path(__file__).parents[2]
         (dict(tp=2, vocab=101), 2, "vocab=101 by tp=2"),
         (dict(tp=2, etp=4, expert_ffn=18), 4, "expert_ffn=18 by etp=4"),
         (dict(tp=0), 1, "tp*pp=0"),
+        (dict(cp=2, pp=2), 6, "ranks=6 by tp*cp*pp=4"),
+        (dict(tp=2, cp=3), 6, "max_sequence=16 by tp*2*cp=12"),
+        (dict(tp=2, shared_ffn=27), 2, "shared_ffn=27 by tp=2"),
     ],
 )
 def test_what_does_not_divide_is_named(settings: dict[str, Any], world_size: int, message: str) -> None:
@@ -41,7 +45,65 @@ def test_virtual_stages_need_stages() -> None:
         check_layout(tiny_config(vpp=2), 1)
 
 
-@pytest.mark.parametrize("good", [dict(), dict(pp=2, ep=2), dict(tp=4, ep=2, etp=1, vocab=104), dict(pp=2, vpp=2)])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(mtp_layers=1), "trainer setting mtp_layers=1 is not supported: .*; set mtp_layers to 0"),
+        (dict(router_expert_bias=True), "trainer setting router_expert_bias=True is not supported: .*; switch it off"),
+        (dict(pp=2, stage_layers=(1, 2, 1)), r"stage_layers=\[1, 2, 1\] does not fit pp=2, vpp=1; give 2 numbers"),
+        (dict(pp=2, vpp=2, stage_layers=(2, 0, 1, 1)), r"\[2, 0, 1, 1\] has a stage with nothing on it"),
+        (dict(pp=2, stage_layers=(2, 3)), r"\[2, 3\] has 5 layers, the model 4; change one"),
+    ],
+)
+def test_features_that_are_not_supported_are_named_with_the_remedy(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        check_layout(tiny_config(**settings), 2)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [tiny_config(rope_theta=5e5, norm_eps=1e-5), tiny_qwen2(tied=True)])
+def test_a_hugging_face_config_makes_the_trainer_s(config: TrainerConfig) -> None:
+    shape = load_shape(hf_config(config))
+    assert TrainerConfig.of(shape, max_sequence=config.max_sequence, seed=config.seed) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("use_sliding_window", True),
+        ("mlp_only_layers", [0]),
+        ("decoder_sparse_step", 2),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+    ],
+)
+def test_fields_that_the_model_does_not_have_are_refused(field: str, value: Any) -> None:
+    """Otherwise the trainer would compute something else than the engine, without a word."""
+    shape = load_shape({**hf_config(tiny_config()), field: value})
+    name = "rope_type" if field == "rope_scaling" else field
+    with pytest.raises(ValueError, match=f"config.json field {name}=.* is not supported by the trainer's own model"):
+        TrainerConfig.of(shape, max_sequence=16)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("head_dim", 8, "head_dim is 8; a Qwen2-MoE has hidden_size / num_attention_heads = 6"),
+        ("qkv_bias", False, "qkv_bias is False; a Qwen2-MoE always has these biases"),
+        ("shared_expert_intermediate_size", 0, "shared_expert_intermediate_size is 0"),
+        ("shared_expert_intermediate_size", None, "shared_expert_intermediate_size is None"),
+    ],
+)
+def test_a_qwen2_that_vllm_would_not_serve_is_refused(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_shape({**hf_config(tiny_qwen2()), field: value})
+
+
+@pytest.mark.parametrize(
+    "good",
+    [dict(), dict(pp=2, ep=2), dict(tp=4, ep=2, etp=1, vocab=104), dict(pp=2, vpp=2), dict(pp=2, stage_layers=(0, 4))],
+)
 def test_what_divides_passes(good: dict[str, Any]) -> None:
     check_layout(tiny_config(**good), 4)
 

@@ -1,0 +1,185 @@
+"""One pipeline stage of a Qwen-MoE-shaped GPT on megatron-core, from the typed config. Called on every trainer rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from megastream.trainer import compat
+from megastream.trainer.config import TrainerConfig
+
+_FUSIONS = (
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+)
+"""Kernels of apex or TransformerEngine, or compiled ones; the model computes the same without them."""
+
+
+def transformer_config(config: TrainerConfig, device: str) -> Any:
+    """Megatron's own config of the model and its layout, for `device` "cpu" or "cuda".
+
+    UnsupportedTrainer for context parallelism with TransformerEngine.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if config.cp > 1 and compat.has_transformer_engine():
+        raise compat.UnsupportedTrainer(
+            f"trainer setting cp={config.cp} is not supported with TransformerEngine: its attention over several ranks "
+            "was never run here; set cp to 1"
+        )
+    dtype = getattr(torch, config.dtype)
+    # Each of these would call an apex or CUDA kernel.
+    only_cpu = dict(use_cpu_initialization=True, persist_layer_norm=False, batch_p2p_comm=False, batch_p2p_sync=False)
+    return TransformerConfig(
+        num_layers=config.layers,
+        hidden_size=config.hidden,
+        num_attention_heads=config.heads,
+        num_query_groups=config.kv_groups,
+        kv_channels=config.head_dim,
+        ffn_hidden_size=config.expert_ffn,
+        **_experts(config),
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=config.qkv_bias,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.norm_eps,
+        qk_layernorm=config.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=config.virtual_stages,
+        pipeline_model_parallel_layout=_stages(config),
+        context_parallel_size=config.cp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=config.etp,
+        sequence_parallel=config.tp > 1,
+        calculate_per_token_loss=config.per_token_loss,
+        **_recompute(config),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        **dict.fromkeys(_FUSIONS, False),
+        **(only_cpu if device == "cpu" else {}),
+    )
+
+
+def _experts(config: TrainerConfig) -> dict[str, Any]:
+    shared = dict(moe_shared_expert_intermediate_size=config.shared_ffn, moe_shared_expert_gate=True)
+    return dict(
+        moe_ffn_hidden_size=config.expert_ffn,
+        num_moe_experts=config.experts,
+        moe_router_topk=config.top_k,
+        # Softmax behind the choice makes a sum of 1 over the chosen experts, before it over all.
+        moe_router_pre_softmax=not config.norm_top_k,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type=config.dispatcher,
+        moe_grouped_gemm=compat.has_transformer_engine(),
+        **(shared if config.shared_ffn else {}),
+    )
+
+
+def _stages(config: TrainerConfig) -> list[list[str]] | None:
+    """Megatron's custom layout: what stands on every (virtual) stage, in the order of the layers."""
+    if config.stage_layers is None:
+        return None
+    stages = [["decoder"] * layers for layers in config.stage_layers]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
+
+
+def _recompute(config: TrainerConfig) -> dict[str, Any]:
+    if config.recompute == "none":
+        return {}
+    if config.recompute == "selective":
+        return dict(recompute_granularity="selective")
+    return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+def gpt_stage(config: TrainerConfig, transformer: Any, stage: int | None, device: str) -> Any:
+    """The (virtual) stage of this rank, on its device, without DDP. Initial weights follow `config.seed`."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
+    torch.manual_seed(config.seed)
+    virtual = {} if stage is None else {"vp_stage": stage}
+    ends = {"ignore_virtual": stage is None, **virtual}
+    model = GPTModel(
+        transformer,
+        _layer_spec(transformer, stage),
+        vocab_size=config.vocab,
+        max_sequence_length=config.max_sequence,
+        pre_process=parallel_state.is_pipeline_first_stage(**ends),
+        post_process=parallel_state.is_pipeline_last_stage(**ends),
+        share_embeddings_and_output_weights=config.tied,
+        position_embedding_type="rope",
+        rotary_base=int(config.rope_theta),
+        **virtual,
+    )
+    model = model.cuda() if device == "cuda" else model
+    return Float16Module(transformer, model) if config.dtype == "bfloat16" else model
+
+
+class _MarkedRMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm with the mark that makes megatron sum its gradient over TP; its own wrapper refuses SP."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class _GatheredAttention(torch.nn.Module):
+    """Megatron's plain attention, which knows one rank only, over the keys and values of all ranks of a sequence.
+
+    The mask [1, 1, queries of this rank, keys of all ranks] says which key lies where; see `model.sequence_parts`.
+    """
+
+    def __init__(self, config: Any, *args: Any, **named: Any) -> None:
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+        super().__init__()
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        self.core = DotProductAttention(alone, *args, **named)
+
+    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **named: Any) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        group = parallel_state.get_context_parallel_group()
+        keys, values = (gather_from_sequence_parallel_region(part, group=group) for part in (key, value))
+        return self.core(query, keys, values, attention_mask, **named)
+
+
+def _layer_spec(transformer: Any, stage: int | None) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    if compat.has_transformer_engine():
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=transformer.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=transformer.qk_layernorm
+        )
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=transformer.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=transformer.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    if transformer.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = _GatheredAttention
+    if not transformer.sequence_parallel:
+        return layer
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = _MarkedRMSNorm
+    if transformer.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = _MarkedRMSNorm
+    num_layers = get_num_layers_to_build(transformer, vp_stage=stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_MarkedRMSNorm)
