@@ -127,13 +127,13 @@ def _train_synced(rank: Rank, one: Pass, sync: TrainerSync) -> None:
         result = stepper.step()
         final_unix_s = time.time()
         if not result.ok:
-            _write_step(rank, one, index, -1, loss, result, begin, final_unix_s)
+            _write_step(rank, one, index, -1, loss, result, begin, final_unix_s, **_waits(sync))
             continue
         version = sync.next_version
         made.append(version)
         sync.accept()
         sync.finish()
-        _write_step(rank, one, index, version, loss, result, begin, final_unix_s)
+        _write_step(rank, one, index, version, loss, result, begin, final_unix_s, **_waits(sync))
         if one.checked:
             _have_checked(rank, sync, version)
     stepper.close()
@@ -182,8 +182,22 @@ def _micro_batches(rank: Rank, index: int) -> Iterator[TokenBatch]:
     return (TokenBatch(torch.from_numpy(tokens)) for tokens in rows)
 
 
+def _waits(sync: TrainerSync) -> dict[str, float]:
+    """What emission costs: the step's wait before weights could change, and the packing thread's waits for a slot."""
+    last = sync.reports[-1]
+    return {"opening_ms": sync.opening_s * 1e3, "slot_wait_ms": last.wait_s * 1e3, "slot_wait_version": last.version}
+
+
 def _write_step(
-    rank: Rank, one: Pass, index: int, version: int, loss: float | None, result: StepResult, begin: float, final: float
+    rank: Rank,
+    one: Pass,
+    index: int,
+    version: int,
+    loss: float | None,
+    result: StepResult,
+    begin: float,
+    final: float,
+    **waits: float,
 ) -> None:
     rank.lines.write(
         kind="step",
@@ -195,6 +209,7 @@ def _write_step(
         grad_norm=result.grad_norm,
         step_ms=(time.perf_counter() - begin) * 1e3,
         final_unix_s=final,
+        **waits,
     )
 
 

@@ -18,6 +18,7 @@ that names who failed and why, or with a SyncError that says who waited for whom
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
@@ -61,6 +62,8 @@ class TrainerSync:
         self._error: SyncError | None = None
         self.reports: list[EmitReport] = []
         """What this rank emitted, one entry per version and attempt, the base version first."""
+        self.opening_s = 0.0
+        """How long the last step waited before its weights could change: for leases, and for acknowledgements."""
 
     @property
     def plan(self) -> Plan:
@@ -77,8 +80,6 @@ class TrainerSync:
     def live_version(self) -> int:
         """The newest version known to be live on the engine; -1 before the attachment."""
         return self._book.live_version if self._attach is not None else -1
-
-    # ---- once
 
     def attach(self, kind: PlanKind = "stream", base_version: int | None = None, train_step: int = 0) -> Attached:
         """Binds this trainer to the engine and pushes the weights as they are now. Blocks; all ranks.
@@ -126,8 +127,6 @@ class TrainerSync:
         if self._journal is not None:
             self._journal.stop()
 
-    # ---- every step
-
     @property
     def listener(self) -> Listener:
         """For `stepper`: opens the next version before weights change, emits buckets, withdraws what does not count.
@@ -137,8 +136,10 @@ class TrainerSync:
         return Listener(self.final, self._opens, lambda: self.begin(self._version, self._train_step))
 
     def _opens(self) -> None:
+        begin = time.monotonic()
         self.wait_leases()
         self.begin(self.next_version, self._train_step + 1)
+        self.opening_s = time.monotonic() - begin
 
     def begin(self, version: int, train_step: int) -> None:
         """Opens a version before its optimizer step; the same number again opens its next attempt.
@@ -195,11 +196,9 @@ class TrainerSync:
         book = self._book
         missing = f"version {version} to become live on engine {book.engine}"
         self._wait(lambda: book.committed_at(version) or book.is_poisoned_by(version), deadline_s, missing)
-        if (committed := book.committed_at(version)) is None:
-            raise EnginePoisoned(f"engine {book.engine} is poisoned: {book.poisoned and book.poisoned.reason}")
-        return committed
-
-    # ---- inside
+        if committed := book.committed_at(version):
+            return committed
+        raise EnginePoisoned(f"engine {book.engine} is poisoned: {book.poisoned and book.poisoned.reason}")
 
     @property
     def _bound(self) -> Attach:

@@ -72,6 +72,32 @@ def test_small_quickstart(tmp_path: Path, layout: str) -> None:
     check_fresh_engine(out)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(RUN_S + 20)
+@pytest.mark.parametrize(
+    ("finality", "ownership", "clip", "words"),
+    [("speculative", "replica", 1.0, "undone, made again and sent again"), ("early", "slice", 0.0, "no clipping")],
+)
+def test_weights_that_leave_inside_the_backward(
+    tmp_path: Path, finality: str, ownership: str, clip: float, words: str
+) -> None:
+    """The command fails when a loss, a norm or a final parameter differs from the stock pass, or a live tensor does."""
+    changes = {"stream__finality": finality, "stream__ownership": ownership, "trainer__clip_grad": clip}
+    out = tmp_path / "out"
+    run = start(write_config(tmp_path, **changes, run__modes=["stock", "stream"]), out)
+    try:
+        stdout, stderr = run.communicate(timeout=RUN_S)
+    finally:
+        run.kill()  # its guard ends the rest
+    assert run.returncode == 0, stderr
+    assert f"finality {finality}" in stdout and words in stdout
+    stream = json.loads((out / "summary.json").read_text())["stream"]
+    assert stream["updates"] == 4 and stream["tensors_differing"] == 0
+    assert stream["mixed_tokens"] == stream["mislabelled_tokens"] == 0
+    norms = [line["grad_norm"] for line in read_lines(out / "trainer-0.jsonl") if line["kind"] == "step"]
+    assert (stream["bytes_wasted"] > 0) == any(0 < clip < norm for norm in norms)
+
+
 def check_fresh_engine(out: Path) -> None:
     """A fresh engine on the exported checkpoint says the same as the trained one, to the last bit of each logprob."""
     asked = {line["name"]: line["answers"] for line in read_lines(out / "engine.jsonl") if line["kind"] == "fixed"}

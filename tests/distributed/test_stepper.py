@@ -84,7 +84,12 @@ def test_more_than_two_replicas_differ_from_stock_by_the_order_of_sums_alone(set
 
 
 @pytest.mark.parametrize(
-    ("broken", "finality"), [("skip one bucket", "pipelined"), ("reduce twice", "early"), ("no undo", "speculative")]
+    ("broken", "finality"),
+    [
+        ("skip one bucket", "pipelined"),
+        pytest.param("reduce twice", "early", marks=pytest.mark.full),
+        pytest.param("no undo", "speculative", marks=pytest.mark.full),
+    ],
 )
 def test_what_must_not_be_left_out_shows(broken: str, finality: str) -> None:
     """It is noticed when a bucket is not stepped, when one is reduced twice, and when an abort undoes nothing."""
@@ -141,7 +146,12 @@ def _not_finite_body(rank: int, world_size: int, init_method: str, config: Any, 
 
 @pytest.mark.parametrize(
     ("finality", "clip", "untouched"),
-    [("pipelined", 1.0, True), ("whole", 1.0, False), ("speculative", 1.0, True), ("speculative", 0.0, True)],
+    [
+        ("pipelined", 1.0, True),
+        ("speculative", 1.0, True),
+        pytest.param("speculative", 0.0, True, marks=pytest.mark.full),
+        pytest.param("whole", 1.0, False, marks=pytest.mark.full),
+    ],
 )
 def test_gradients_that_are_not_finite_make_no_version(finality: str, clip: float, untouched: bool) -> None:
     """One rank's NaN is everybody's: not ok, nothing of it stays final, and the log of rank 0 names bucket and weight.

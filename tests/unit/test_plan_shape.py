@@ -68,6 +68,19 @@ def test_emission_follows_the_buffers() -> None:
         assert sent == sorted(sent)
 
 
+@pytest.mark.parametrize("ownership", ["replica", "slice"])
+def test_the_plan_names_the_buffer_that_makes_a_unit_final(ownership: str) -> None:
+    """On each rank that sends part of a unit: the last of its buffers, in the order in which they become final."""
+    plan = world(ownership).plan()
+    orders = {layout.rank: [spec.name for spec in layout.buffers] for layout in world(ownership).trainer}
+    buffers: dict[tuple[str, int], set[str]] = {}
+    for piece in plan.pieces:
+        buffers.setdefault((piece.unit, piece.source), set()).add(piece.source_buffer)
+    last = {key: max(names, key=orders[key[1]].index) for key, names in buffers.items()}
+    assert plan.closing_buffers == last
+    assert any(len(names) > 1 for names in buffers.values())
+
+
 def test_the_digest_covers_both_layouts_and_every_option() -> None:
     plant, family = world(), world().model.family
     base = build_plan(plant.trainer, plant.engine, family, **OPTIONS)
@@ -154,7 +167,7 @@ def test_the_command_prints_tables_and_json(tmp_path: Path) -> None:
     code, text = run_command(*layouts, "--json")
     report = json.loads(text)
     assert code == 0 and report["bytes"] == report["bytes_floor"] == sum(report["trainer"]["bytes"].values())
-    assert all(unit["buckets"] for unit in report["units"])
+    assert all(unit["buckets"] and set(unit["final_with"]) <= set(unit["buckets"]) for unit in report["units"])
     assert report["trainer"]["ranks"] == 4 and len(report["units"]) == 4 * (1 + 2) + 3
     code, text = run_command(*layouts)
     assert code == 0 and report["digest"] in text and "lm_head.weight" in text
