@@ -90,6 +90,7 @@ class GlooSendLane(_Lane):
     def _ship(self, pair: GlooPair, header: PieceHeader, payload: torch.Tensor, until: float) -> bytes:
         """Posts everything, then waits on the acknowledgement alone (gloo_pair says why). The acknowledgement."""
         ack = torch.empty(ACK_BYTES, dtype=torch.uint8)
+        pair.limit(max(until - time.monotonic(), 0.0) + CLOSE_GRACE_S)
         acknowledged = pair.post_receive(ack, ACK_TAG)
         sent = [
             pair.post_broadcast(_tensor(encode_header(header)), SENDER),
@@ -122,6 +123,7 @@ class GlooSendLane(_Lane):
         if self._broken is None:
             with suppress(PairTimeout, PairBroken):
                 header = encode_header(_closing(self._last))
+                pair.limit(CLOSE_GRACE_S)
                 wait(pair.post_broadcast(_tensor(header), SENDER), time.monotonic() + CLOSE_GRACE_S)
         pair.close()
 

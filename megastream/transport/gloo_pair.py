@@ -8,6 +8,9 @@ What gloo (torch 2.13, TCP) does, and what follows from it here:
   is forgotten and waits for its whole timeout. So nobody waits on a payload: both ends wait on a small message that is
   posted behind it (the receiver on a trailer, the sender on the acknowledgement).
 * A posted operation lives only as long as its Work object: dropped, its message is never sent.
+* An operation of the group's own threads that is forgotten in that way keeps the thread for as long as the group's
+  timeout, and the group's destructor waits for its threads. So an end that only ever sends keeps that timeout short
+  (`GlooPair.limit`): a peer that closes in mid-message must not hold up `close`.
 * Nothing in the Python interface cancels a wait. A wait of 1 ms on a message that never comes does: its timeout
   fails every posted operation of the group (`GlooPair.abort`).
 """
@@ -96,6 +99,10 @@ class GlooPair:
         self._group.set_timeout(_FOREVER)
         # A group with a posted header joins its thread when it is destroyed: forgotten, it would hold up the exit.
         self._finalize = weakref.finalize(self, _abort, self._group, self.peer)
+
+    def limit(self, seconds: float) -> None:
+        """What is posted from now on lives for so long at most, also when nobody waits for it any more."""
+        self._group.set_timeout(timedelta(seconds=seconds))
 
     def post_send(self, tensor: torch.Tensor, tag: int) -> Work:
         return self._post(self._group.send, tensor, tag)
