@@ -194,7 +194,8 @@ class Coordinator:
             self._live = (attach.incarnation, base)
             self._attached(bond, replaced=False)
             return
-        is_newer = self._live is not None and (attach.incarnation, base) > self._live
+        # Version 0 is the checkpoint that a fresh engine serves; one above it comes from a trainer that resumed.
+        is_newer = base > 0 if self._live is None else (attach.incarnation, base) > self._live
         if differing and not is_newer and not self._poisoned:
             bond.refuse_difference(self.engine)
         bond.phase = Phase.REPLACING

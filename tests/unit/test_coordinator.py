@@ -123,6 +123,23 @@ def test_another_label_for_equal_weights_is_committed_so_that_tokens_carry_it() 
         assert b.core.version == 7 and b.records(Attached)[0].replaced is False
 
 
+def test_a_fresh_engine_takes_the_weights_of_a_resumed_trainer_before_its_first_step() -> None:
+    with bench() as b:
+        b.attach(base=5, differing=3)
+        eventually(lambda: len(b.core.asked) == 1)
+        b.core.answer()
+        b.live()
+        assert b.core.version == 5 and b.records(Attached)[0].replaced is True
+
+
+def test_a_fresh_engine_refuses_a_version_0_that_is_not_what_it_serves() -> None:
+    with bench() as b:
+        b.attach(base=0, differing=3)
+        eventually(lambda: len(b.records(Failed)) == 1)
+        assert "version 0 is not what engine e serves: 3 of 7 tensors differ" in b.records(Failed)[0].reason
+        assert b.core.asked == [], "nothing is written over"
+
+
 def test_a_failure_with_a_commit_under_way_detaches_only_after_the_replies() -> None:
     with bench() as b:
         b.attach()
