@@ -1,0 +1,231 @@
+"""The folder of a trainer's checkpoints: what is complete, what is published, what is swept. Knows files only.
+
+    step_00000040/      complete: its manifest was written last, then it got this name in one rename
+    CURRENT             the name of the newest one, replaced atomically; for people and other programs
+    LOCK                held by the trainer that writes here
+    .saving-...         a save that goes on, or was killed; swept at the next start
+    .removing-...       an old checkpoint on its way out; swept too
+
+A checkpoint is complete when it has its final name, a manifest that can be read, and every file of the manifest with
+its size and checksum. Nothing else is ever picked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+MANIFEST, CURRENT, LOCK = "manifest.json", "CURRENT", "LOCK"
+FORMAT = 1
+_STEP = re.compile(r"step_(\d{8,})")
+_SAVING, _REMOVING = ".saving-", ".removing-"
+_CHUNK_BYTES = 1 << 24
+_POLL_S = 0.05
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, read or used. Names it, what is wrong, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint says of itself. `files`: relative name -> (bytes, xxh3-64 in hex).
+
+    `facts` are what a training that resumes must share (model, data, schedule), `state` where it goes on.
+    """
+
+    step: int
+    facts: dict[str, Any]
+    state: dict[str, Any]
+    layout: dict[str, Any] = field(default_factory=dict)
+    libraries: dict[str, str] = field(default_factory=dict)
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def write(self, path: Path) -> None:
+        """Synced to the disk when it returns."""
+        write_synced(path, json.dumps(asdict(self), indent=1))
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """CheckpointError when there is none, or it is not one of this program."""
+        try:
+            raw = json.loads((folder / MANIFEST).read_text())
+            files = {name: (int(size), str(digest)) for name, (size, digest) in raw["files"].items()}
+            manifest = Manifest(**{**raw, "files": files})
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{folder} has no {MANIFEST}: its save did not finish") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder / MANIFEST} cannot be read ({error})") from error
+        if manifest.format != FORMAT:
+            raise CheckpointError(f"{folder} has format {manifest.format}; this version reads format {FORMAT}")
+        return manifest
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def measure(path: Path) -> tuple[int, str]:
+    """Size in bytes and xxh3-64 of a file's content."""
+    digest, size = xxhash.xxh3_64(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return size, digest.hexdigest()
+
+
+def faults(folder: Path, files: Iterable[tuple[str, tuple[int, str]]]) -> Iterator[str]:
+    """One line for each of these files that is missing, or differs from what the manifest says."""
+    for name, (size, digest) in files:
+        path = folder / name
+        if not path.is_file():
+            yield f"file {name} is missing"
+        elif path.stat().st_size != size:
+            yield f"file {name} has {path.stat().st_size} bytes, the manifest says {size}"
+        elif measure(path)[1] != digest:
+            yield f"file {name} does not have the checksum of the manifest"
+
+
+class CheckpointFolder:
+    """The rank that writes and reads the folder's names calls these; see `Checkpointer` for all ranks together."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock: int | None = None
+
+    def open(self, deadline_s: float) -> list[str]:
+        """Takes the folder for this trainer and sweeps what killed ones left; returns the swept names.
+
+        CheckpointError when another trainer holds it beyond the deadline, or when it cannot be written.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint folder {self.root} cannot be written: {error.strerror}") from error
+        end = time.monotonic() + deadline_s
+        while not _locked(self._lock, fcntl.LOCK_EX):
+            if time.monotonic() > end:
+                self.close()
+                raise CheckpointError(
+                    f"checkpoint folder {self.root} is in use by another trainer for {deadline_s:g} s; end that one, "
+                    f"or choose another folder"
+                )
+            time.sleep(_POLL_S)
+        swept = [path for path in self.root.iterdir() if path.name.startswith((_SAVING, _REMOVING))]
+        for path in swept:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        return sorted(path.name for path in swept)
+
+    def close(self) -> None:
+        """Idempotent. The lock also ends with the process, however that ends."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def begin(self, step: int, launch: str) -> Path:
+        """A new empty folder for a save, under a name that is never picked."""
+        path = self.root / f"{_SAVING}{step_name(step)}-{launch}"
+        path.mkdir()
+        return path
+
+    def publish(self, saved: Path, manifest: Manifest) -> Path:
+        """Manifest, final name, CURRENT, in this order, each on the disk before the next."""
+        for path in saved.iterdir():
+            sync(path)
+        manifest.write(saved / MANIFEST)
+        sync(saved)
+        target = self.root / step_name(manifest.step)
+        if target.exists():  # of a training that was rolled back
+            self._set_aside(target)
+        saved.rename(target)
+        sync(self.root)
+        write_synced(self.root / CURRENT, target.name + "\n")
+        sync(self.root)
+        return target
+
+    def complete(self) -> list[tuple[int, Path]]:
+        """(step, folder) of everything under a final name, newest first. Whether it is whole is not looked at."""
+        found = [(int(match[1]), path) for path in self.root.iterdir() if (match := _STEP.fullmatch(path.name))]
+        return sorted(found, reverse=True)
+
+    def prune(self, keep: int) -> list[str]:
+        """Removes all but the newest `keep`; one that somebody reads stays until the next time. Returns the names."""
+        removed = []
+        for _, path in self.complete()[keep:]:
+            if self._set_aside(path):
+                removed.append(path.name)
+        return removed
+
+    def _set_aside(self, path: Path) -> bool:
+        """Takes the name away first, so that nobody picks a folder that is half gone. False while it is being read."""
+        with _opened(path / MANIFEST) as file:
+            if file is not None and not _locked(file, fcntl.LOCK_EX):
+                return False
+            aside = path.with_name(f"{_REMOVING}{path.name}-{time.time_ns()}")
+            path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        return True
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[Manifest]:
+    """Keeps a checkpoint from being pruned while it is read, by whatever process. CheckpointError when it is gone."""
+    with _opened(folder / MANIFEST) as file:
+        if file is not None and not _locked(file, fcntl.LOCK_SH):
+            raise CheckpointError(f"{folder} is being removed; choose a newer one")
+        yield Manifest.read(folder)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int | None]:
+    """A descriptor, or None when there is no such file."""
+    try:
+        file: int | None = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        file = None
+    try:
+        yield file
+    finally:
+        if file is not None:
+            os.close(file)
+
+
+def _locked(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def sync(path: Path) -> None:
+    """Waits until a file or a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Replaces a file as a whole: whoever reads it sees the old or the new text, also after a crash."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,129 @@
+"""What lies in a checkpoint folder: published, swept, pruned, read."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from megastream.trainer.checkpoint_folder import (
+    CURRENT,
+    CheckpointError,
+    CheckpointFolder,
+    Manifest,
+    faults,
+    measure,
+    reading,
+)
+from megastream.trainer.checkpoint_types import mismatch
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    found = CheckpointFolder(tmp_path)
+    found.open(1)
+    return found
+
+
+def save(folder: CheckpointFolder, step: int, content: bytes = b"weights") -> Path:
+    path = folder.begin(step, "launch")
+    (path / "a.distcp").write_bytes(content)
+    return folder.publish(path, Manifest(step, {}, {"step": step}, files={"a.distcp": measure(path / "a.distcp")}))
+
+
+def test_a_published_one_is_whole_and_current(folder: CheckpointFolder) -> None:
+    path = save(folder, 40)
+    assert path.name == "step_00000040" and (folder.root / CURRENT).read_text() == "step_00000040\n"
+    with reading(path) as manifest:
+        assert manifest.step == 40 and list(faults(path, manifest.files.items())) == []
+    assert folder.complete() == [(40, path)]
+
+
+def test_every_kind_of_damage_is_a_fault(folder: CheckpointFolder) -> None:
+    path = save(folder, 1)
+    files = list(Manifest.read(path).files.items())
+    for content, words in ((b"weight", "has 6 bytes, the manifest says 7"), (b"weighty", "does not have the checksum")):
+        (path / "a.distcp").write_bytes(content)
+        assert [words in fault for fault in faults(path, files)] == [True]
+    (path / "a.distcp").unlink()
+    assert list(faults(path, files)) == ["file a.distcp is missing"]
+    (path / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"), reading(path):
+        pass
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="its save did not finish"), reading(path):
+        pass
+
+
+def test_what_is_unfinished_is_never_listed_and_swept_at_the_next_start(folder: CheckpointFolder) -> None:
+    left = folder.begin(7, "killed")
+    (left / "part").write_text("x")
+    (folder.root / ".removing-step_00000001-5").mkdir()
+    (folder.root / "notes.txt").write_text("mine")
+    assert folder.complete() == []
+    folder.close()
+    assert CheckpointFolder(folder.root).open(1) == [".removing-step_00000001-5", ".saving-step_00000007-killed"]
+    assert not left.exists() and (folder.root / "notes.txt").exists(), "only names of ours are swept"
+
+
+def test_a_second_trainer_is_kept_out(folder: CheckpointFolder) -> None:
+    going_on = folder.begin(3, "first")
+    with pytest.raises(CheckpointError, match=r"in use by another trainer for 0.2 s"):
+        CheckpointFolder(folder.root).open(0.2)
+    assert going_on.exists(), "the save of a living trainer is not swept"
+    folder.close()
+    CheckpointFolder(folder.root).open(0.2)
+
+
+def test_the_newest_ones_stay(folder: CheckpointFolder) -> None:
+    for step in (1, 2, 10, 9):
+        save(folder, step)
+    assert folder.prune(2) == ["step_00000002", "step_00000001"]
+    assert [step for step, _ in folder.complete()] == [10, 9]
+
+
+def test_one_that_is_read_stays_until_it_has_been_read(folder: CheckpointFolder) -> None:
+    first = save(folder, 1)
+    entered, leave, seen = threading.Event(), threading.Event(), []
+
+    def slow_reader() -> None:
+        with reading(first) as manifest:
+            entered.set()
+            leave.wait(10)
+            seen.extend(faults(first, manifest.files.items()))
+            seen.append((first / "a.distcp").read_bytes())
+
+    reader = threading.Thread(target=slow_reader)
+    reader.start()
+    entered.wait(10)
+    for step in (2, 3):
+        save(folder, step)
+        folder.prune(1)
+    assert [step for step, _ in folder.complete()] == [3, 1], "only the one that is read stays beside the newest"
+    leave.set()
+    reader.join(10)
+    assert seen == [b"weights"]
+    assert folder.prune(1) == ["step_00000001"]
+    with pytest.raises(CheckpointError), reading(first):
+        pass
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one(folder: CheckpointFolder) -> None:
+    save(folder, 4, b"old")
+    path = save(folder, 4, b"new")
+    assert (path / "a.distcp").read_bytes() == b"new"
+    assert [entry.name for entry in folder.root.iterdir() if entry.name.startswith(".removing")] == []
+
+
+def test_differing_facts_are_named_and_may_be_allowed() -> None:
+    there = {"model": {"hidden": 48, "vocab": 100}, "optimizer": {"rate": 0.1}, "seed": 1}
+    here = {"model": {"hidden": 64, "vocab": 100}, "optimizer": {"rate": 0.2}, "seed": 1}
+    said = mismatch(Path("c"), there, here, ())
+    assert "model.hidden is 48 there and 64 here, optimizer.rate is 0.1 there and 0.2 here" in said
+    assert "optimizer" not in mismatch(Path("c"), there, here, ["optimizer"])
+    assert mismatch(Path("c"), there, here, ["optimizer.rate", "model.hidden"]) == ""
+    assert mismatch(Path("c"), there, there, ()) == ""
+    assert "model.vocab is 100 there and None here" in mismatch(
+        Path("c"), there, {**there, "model": {"hidden": 48}}, ()
+    )
