@@ -51,7 +51,7 @@ class VllmLiveModel:
 
     @cached_property
     def unused(self) -> tuple[str, ...]:
-        """Copies that Qwen3-MoE keeps on a pipeline stage that never reads them."""
+        """Copies that the Qwen models keep on a pipeline stage that never reads them."""
         stage, num_stages = self._coords["pp"], self._coords["pp_size"]
         first, last = stage == 0, stage == num_stages - 1
         read_here = {"model.embed_tokens.weight": first, "model.norm.weight": last, "lm_head.weight": last}
