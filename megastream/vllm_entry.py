@@ -41,7 +41,7 @@ class PluginSettings:
     host: str = "127.0.0.1"
     """Address under which trainer ranks reach this engine's lanes."""
     reconnect_s: float = 30.0
-    """How long a lost control plane is tried again."""
+    """How long a lost control plane is tried before an attachment is given up; then once every `settings.retry_s`."""
     records: bool = False
     """Keep per-step records of versions and batches, fetched by the core utility `megastream_records`."""
     kv: KvPolicy = "salt"

@@ -19,7 +19,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from megastream.control.login import login_arguments, split_login
-from megastream.control.scripts import APPEND, KEEP
+from megastream.control.scripts import APPEND, KEEP, SEEN
+from megastream.control.standing import Standing, seen_name
+from megastream.protocol.bounds import MOST_NUMBER
 from megastream.protocol.control import ControlError
 from megastream.protocol.records import Record, WeightsReady
 
@@ -31,6 +33,7 @@ _BLOCK_SLICE_S = 0.5  # the longest the server is asked to block, so that close(
 _SOCKET_TIMEOUT_S = 5.0  # a server that does not answer for so long counts as away
 _BATCH = 512
 _ID = re.compile(r"\d+(-\d+)?")
+_NUMBER_DIGITS = 19  # a longer one is no number of ours
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 logger = logging.getLogger(__name__)
@@ -55,12 +58,15 @@ class RedisLog:
     after its own `block_s` also while the server is away.
 
     A server that lost its data (restart, FLUSHALL) keeps the order of incarnations and versions: every open log
-    restores the highest ones it has seen. Lost records are reported in the log of the process.
+    restores the highest ones it has seen, and its own blobs and standing records (protocol.records.STANDING). Lost
+    records are reported in the log of the process.
     """
 
     def __init__(self, url: str, run_id: str, *, reconnect_s: float) -> None:
         if not _RUN_ID.fullmatch(run_id):
             raise ValueError(f"run id {run_id!r}: use 1 to 100 letters, digits, dots, dashes and underscores")
+        if not 0 <= reconnect_s < float("inf"):
+            raise ValueError(f"reconnect_s must be at least 0 and finite, got {reconnect_s}")
         self.run_id = run_id
         self.url = split_login(url)[0]
         self._reconnect_s = reconnect_s
@@ -68,6 +74,8 @@ class RedisLog:
         prefix = f"megastream:{run_id}"
         self._keys = [f"{prefix}:log", f"{prefix}:state", f"{prefix}:blobs"]
         self._append, self._keep = self._client.register_script(APPEND), self._client.register_script(KEEP)
+        self._seen = self._client.register_script(SEEN)
+        self._standing, self._is_kept = Standing(), False
         self._writer, self._turn, self._append_lock = secrets.token_hex(8), 0, threading.Lock()
         self._away_since: float | None = None
         self._kept = 0.0
@@ -89,6 +97,7 @@ class RedisLog:
             self._turn += 1
             arguments: list[Any] = [self._writer, self._turn, message, KEEP_S]
             entry: bytes = self._call("append", lambda: self._append(self._keys, arguments))
+        self._standing.note_record(record)
         return entry.decode()
 
     def read(self, after: str, block_s: float) -> list[tuple[str, Record]]:
@@ -116,10 +125,12 @@ class RedisLog:
 
     def put_blob(self, name: str, data: bytes) -> None:
         self._call(f"put blob {name}", lambda: self._client.hset(self._keys[2], name, data))
+        self._standing.note_blob(name, data)
         self._keep_alive(now=True)
 
     def get_blob(self, name: str) -> bytes | None:
         data: bytes | None = self._call(f"get blob {name}", lambda: self._client.hget(self._keys[2], name))
+        self._keep_alive()
         return data
 
     def next_incarnation(self) -> int:
@@ -136,6 +147,10 @@ class RedisLog:
     def raise_version(self, version: int) -> None:
         self._learn("version", version)
         self._keep_alive(now=True)
+
+    def silent_s(self, engine: str, rank: int) -> float | None:
+        seconds = int(self._call("look for an engine", lambda: self._seen(self._keys, [seen_name(engine, rank)])))
+        return None if seconds < 0 else float(seconds)
 
     @property
     def away_s(self) -> float:
@@ -156,7 +171,7 @@ class RedisLog:
                 result = operation()
                 if self._away_since is not None:
                     logger.warning("control plane at %s is back after %.1f s", self.url, self.away_s)
-                    self._away_since = None
+                    self._away_since, self._kept = None, 0.0  # it may have come back empty: look at once
                 return result
             except (redis.ConnectionError, redis.TimeoutError) as error:
                 self._note_failure(doing, error)
@@ -199,7 +214,7 @@ class RedisLog:
         except KeyError:
             logger.warning("control plane at %s: entry %s has no message, refused", self.url, entry)
             return None
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, ValueError, ArithmeticError, RecursionError) as error:
             logger.warning("control plane at %s: entry %s is no record, refused: %s", self.url, entry, error)
             return None
         if message.run_id != self.run_id:
@@ -210,13 +225,13 @@ class RedisLog:
             return None
         if isinstance(message.record, WeightsReady):
             self._learn("version", message.record.version)
-            self._learn("incarnation", message.record.incarnation)
+        self._learn("incarnation", getattr(message.record, "incarnation", 0))
         return message.record
 
     def _check_number(self, fields: dict[bytes, bytes], last: int, entry: str) -> int:
         """The entry's number; gaps are reported. An entry without one was not written by us."""
         text = fields.get(b"number", b"")
-        if not text.isdigit():
+        if not text.isdigit() or len(text) > _NUMBER_DIGITS:
             return last
         number = int(text)
         if last >= 0 and number > last + 1:
@@ -229,7 +244,8 @@ class RedisLog:
         return number
 
     def _learn(self, name: str, value: int) -> None:
-        self._floor[name] = max(self._floor[name], value)
+        if value <= MOST_NUMBER:  # a number that nobody can count on from there is nobody's
+            self._floor[name] = max(self._floor[name], value)
 
     def _keep_alive(self, *, now: bool = False, until: float | None = None) -> None:
         """About once a second: keeps the run's keys from expiring and restores what a server may have lost."""
@@ -237,7 +253,26 @@ class RedisLog:
             return
         self._kept = time.monotonic()
         floors = [part for pair in self._floor.items() for part in pair]
-        self._call("keep alive", lambda: self._keep(self._keys, [KEEP_S, *floors]), until)
+        arguments = [KEEP_S, *floors, self._writer, self._standing.name]
+        kept = self._call("keep alive", lambda: self._keep(self._keys, arguments), until)
+        if kept == 0:
+            self._restore(until)
+
+    def _restore(self, until: float | None) -> None:
+        """Puts back what this connection has published when it was there before and is not any more."""
+        records, blobs = (self._standing.records, self._standing.blobs) if self._is_kept else ([], {})
+        if blobs and self._call("restore", lambda: self._client.hset(self._keys[2], mapping=blobs), until) is None:
+            return
+        for record in records:
+            self.append(record)
+        if self._call("restore", lambda: self._client.hset(self._keys[1], f"kept:{self._writer}", 1), until) is None:
+            return
+        if records or blobs:
+            logger.warning(
+                "control plane at %s lost its data; put back %d blobs and %d standing records of this process",
+                self.url, len(blobs), len(records),
+            )  # fmt: skip
+        self._is_kept = True
 
 
 def _block_ms(until: float) -> int | None:

@@ -1,7 +1,8 @@
 """Lua that the server runs, so that what belongs together happens at once. Keys: log, state, blobs of one run.
 
-`state` is a hash: `records` (number of the newest record), `incarnation`, `version`, and `writer:<id>` (a writer's last
-append, so that an append repeated after a lost reply is not doubled).
+`state` is a hash: `records` (number of the newest record), `incarnation`, `version`, `writer:<id>` (a writer's last
+append, so that an append repeated after a lost reply is not doubled), `kept:<id>` (what this writer has published is
+here) and `seen:<engine>/<rank>` (when that engine rank was here last, in seconds of the server's clock).
 """
 
 APPEND = """
@@ -21,9 +22,21 @@ return id
 
 KEEP = """
 for i = 1, 2 do
-  local value = tonumber(redis.call('HGET', KEYS[2], ARGV[2 * i]) or '-1')
+  local value = tonumber(redis.call('HGET', KEYS[2], ARGV[2 * i]) or '-1') or -1
   if tonumber(ARGV[2 * i + 1]) > value then redis.call('HSET', KEYS[2], ARGV[2 * i], ARGV[2 * i + 1]) end
 end
+redis.call('HSET', KEYS[2], 'seen:' .. ARGV[7], redis.call('TIME')[1])
 for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, ARGV[1]) end
+return redis.call('HEXISTS', KEYS[2], 'kept:' .. ARGV[6])
 """
-"""Arguments: seconds to live, then two times a name of `state` and a value that it is raised to, never lowered."""
+"""Arguments: seconds to live, then two times a name of `state` and a value that it is raised to, never lowered; the
+writer; the name under which it is seen. Always writes, so that readers too notice a server that takes no writes.
+Answers 0 when what this writer has published is not there (any more), else 1.
+"""
+
+SEEN = """
+local seen = redis.call('HGET', KEYS[2], 'seen:' .. ARGV[1])
+if not seen then return -1 end
+return redis.call('TIME')[1] - seen
+"""
+"""Argument: a name. Whole seconds since it was seen, -1 for never."""

@@ -40,7 +40,7 @@ from megastream.protocol.records import (
     Record,
 )
 from megastream.protocol.staging import Key
-from megastream.protocol.terms import ProtocolError, refuse_reserved
+from megastream.protocol.terms import ProtocolError, check_terms
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +68,15 @@ class RankAgent:
         self._next: Attach | None = None
         self._live_version = 0
         self._commits = 0
-        self._outbox = Outbox(log, f"engine-rank-{rank}")
+        self._outbox = Outbox(log, f"engine-rank-{rank}", retry_s=settings.retry_s)
         self._follower = Follower(
-            log, f"engine-rank-{rank}", take=self._take, tick=lambda: None, lost=self._lost, poll_s=settings.poll_s
+            log,
+            f"engine-rank-{rank}",
+            take=self._take,
+            refused=self._refused,
+            lost=self._lost,
+            poll_s=settings.poll_s,
+            retry_s=settings.retry_s,
         )
 
     @property
@@ -228,8 +234,8 @@ class RankAgent:
             case Failed():
                 current.end(record.reason)
             case Detached():
-                current.end("the attachment was detached")
                 self._current = None
+                current.end("the attachment was detached")
                 if self._next is not None:
                     self._bind(self._next)
 
@@ -242,11 +248,11 @@ class RankAgent:
     def _bind(self, record: Attach) -> None:
         self._next = None
         try:
-            refuse_reserved(record)
+            check_terms(record)
             if record.kind in self._refusals:
                 raise ProtocolError(self._refusals[record.kind])
             plan = plan_of(self._log, record, self.world_size)
-            current = make_attachment(
+            self._current = make_attachment(
                 record,
                 plan,
                 self._layouts[record.kind],
@@ -256,11 +262,10 @@ class RankAgent:
                 settings=self._settings,
                 post=self._outbox.post,
             )
-            addresses = current.inlet.addresses()
+            addresses = self._current.inlet.addresses()
         except (ValueError, LaneError, ControlError) as error:
             self._fail(record.attachment, f"engine rank {self.rank} cannot bind: {error}")
             return
-        self._current = current
         self._outbox.post(
             Bound(attachment=record.attachment, side="engine", rank=self.rank, digest=plan.digest, addresses=addresses)
         )
@@ -274,10 +279,16 @@ class RankAgent:
         elif not current.ended:
             current.inlet.open()
 
+    def _refused(self, record: Record | None, reason: str) -> None:
+        """Whatever a record held, it ends its attachment at most."""
+        attachment = getattr(record, "attachment", "")
+        if attachment and not isinstance(record, Failed | Detached):  # no answer to what was an answer
+            self._fail(attachment, f"engine rank {self.rank} {reason}")
+
     def _fail(self, attachment: str, reason: str) -> None:
         self._outbox.post(Failed(attachment=attachment, side="engine", rank=self.rank, reason=reason))
 
     def _lost(self, reason: str) -> None:
-        logger.error("engine rank %d: %s; version %d keeps serving", self.rank, reason, self._live_version)
-        if self._current is not None:
+        if self._current is not None and not self._current.ended:
             self._current.end(reason)
+            self._fail(self._current.terms.attachment, f"engine rank {self.rank} had lost the control plane: {reason}")

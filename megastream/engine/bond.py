@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from megastream.engine.settings import EngineSettings
 from megastream.protocol.commit import CommitTable
-from megastream.protocol.records import Attach, Compared, TrainingFinished
-from megastream.protocol.terms import ProtocolError, Terms, refuse_reserved
+from megastream.protocol.records import Attach, Committed, Compared, RankCommit, TrainingFinished
+from megastream.protocol.staging import Key
+from megastream.protocol.terms import ProtocolError, Terms, check_terms
 
 NEVER = float("inf")
 
@@ -59,7 +62,11 @@ class Bond:
             return True
         if self.finish is None:
             return False
-        return (self.table is not None and self.table.live >= self.finish.version) or now > self.finish_by_s
+        return self.is_at(self.finish.version) or now > self.finish_by_s
+
+    def is_at(self, version: int) -> bool:
+        """`version` or a newer one of this attachment is live."""
+        return self.table is not None and self.table.live >= version
 
     def late(self, now: float, settings: EngineSettings) -> str:
         """Why a deadline ends this attachment now, or nothing."""
@@ -83,7 +90,7 @@ class Bond:
 
 def admit(attach: Attach, engine: str, held: Bond | None, live: tuple[int, int] | None, now: float) -> None:
     """ProtocolError when `engine` cannot take this Attach. `live` is (incarnation, version) of its last update."""
-    refuse_reserved(attach)
+    check_terms(attach)
     if live is not None and (attach.incarnation, attach.base_version) < live:
         raise ProtocolError(
             f"engine {engine} has version {live[1]} of incarnation {live[0]} live; base version "
@@ -94,3 +101,22 @@ def admit(attach: Attach, engine: str, held: Bond | None, live: tuple[int, int] 
             f"engine {engine} is attached to incarnation {held.attach.incarnation} ({held.name}); incarnation "
             f"{attach.incarnation} can attach once that has finished"
         )
+
+
+def commit_errors(replies: Sequence[RankCommit], world_size: int) -> list[str]:
+    """Why a commit did not succeed everywhere; empty when it did."""
+    errors = [f"rank {reply.rank}: {reply.error}" for reply in replies if not reply.ok]
+    if len(replies) != world_size:
+        errors.append(f"{len(replies)} of {world_size} ranks replied")
+    return errors
+
+
+def committed(attachment: str, key: Key, replies: tuple[RankCommit, ...]) -> Committed:
+    """The record of a commit that has just succeeded on every rank."""
+    return Committed(
+        attachment=attachment,
+        incarnation=key.incarnation,
+        version=key.version,
+        ranks=replies,
+        visible_unix_s=time.time(),
+    )

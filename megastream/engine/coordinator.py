@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from megastream.engine.bond import NEVER, Bond, Phase, admit
+from megastream.engine.bond import NEVER, Bond, Phase, admit, commit_errors, committed
 from megastream.engine.contract import CommitRequest, CorePort
 from megastream.engine.settings import EngineSettings
 from megastream.protocol.commit import CommitTable
@@ -53,9 +53,16 @@ class Coordinator:
         self._live: tuple[int, int] | None = None
         """(incarnation, version) of the last update; None until the first one."""
         self._poisoned = False
-        self._outbox = Outbox(log, "coordinator")
+        self._outbox = Outbox(log, "coordinator", retry_s=settings.retry_s)
         self._follower = Follower(
-            log, "coordinator", take=self._take, tick=self._tick, lost=self._lost, poll_s=settings.poll_s
+            log,
+            "coordinator",
+            take=self._take,
+            refused=self._refused,
+            tick=self._tick,
+            lost=self._lost,
+            poll_s=settings.poll_s,
+            retry_s=settings.retry_s,
         )
 
     def start(self) -> None:
@@ -115,8 +122,7 @@ class Coordinator:
         try:
             admit(record, self.engine, self._bond, self._live, now)
         except ProtocolError as error:
-            self._post_failed(record.attachment, str(error))
-            self._outbox.post(Detached(attachment=record.attachment, engine=self.engine))
+            self._turn_away(record, str(error))
             return
         if self._bond is None:
             self._begin(record)
@@ -125,6 +131,19 @@ class Coordinator:
         if not self._bond.is_over(now):
             self._fail(self._bond, f"superseded by incarnation {record.incarnation}")
         self._advance()
+
+    def _turn_away(self, record: Attach, reason: str) -> None:
+        self._post_failed(record.attachment, reason)
+        self._outbox.post(Detached(attachment=record.attachment, engine=self.engine))
+
+    def _refused(self, record: Record | None, reason: str) -> None:
+        """Whatever a record held, it ends its attachment at most."""
+        with self._lock:
+            bond = self._bond
+            if bond is not None and getattr(record, "attachment", bond.name) == bond.name:
+                self._fail(bond, f"engine {self.engine} {reason}")
+            elif isinstance(record, Attach):
+                self._turn_away(record, f"engine {self.engine} {reason}")
 
     def _begin(self, record: Attach) -> None:
         now = time.monotonic()
@@ -149,11 +168,7 @@ class Coordinator:
     def _end_if_over(self, bond: Bond) -> None:
         if not bond.is_over(time.monotonic()):
             return
-        if (
-            not bond.failed
-            and bond.finish is not None
-            and (bond.table is None or bond.table.live < bond.finish.version)
-        ):
+        if not bond.failed and bond.finish is not None and not bond.is_at(bond.finish.version):
             logger.warning("the last version %d did not become live; %s", bond.finish.version, self._serving())
         if bond.table is not None:
             bond.table.close()
@@ -166,9 +181,8 @@ class Coordinator:
 
     def _compare(self, bond: Bond) -> None:
         assert bond.table is not None
-        version = bond.attach.base_version
         key = bond.table.next_commit()
-        assert key is not None and key.version == version, f"base version {version} is ready, next is {key}"
+        assert key is not None and key.version == bond.attach.base_version, f"the base version is ready, next is {key}"
         payload = {"attachment": bond.name, **key._asdict()}
 
         def done(replies: tuple[dict[str, Any], ...]) -> None:
@@ -205,11 +219,9 @@ class Coordinator:
 
     def _attached(self, bond: Bond, *, replaced: bool) -> None:
         bond.phase = Phase.LIVE
-        attach = bond.attach
-        logger.info("attachment %s is live at version %d", attach.attachment, attach.base_version)
-        self._outbox.post(
-            Attached(attachment=attach.attachment, engine=self.engine, version=attach.base_version, replaced=replaced)
-        )
+        version = bond.attach.base_version
+        logger.info("attachment %s is live at version %d", bond.name, version)
+        self._outbox.post(Attached(attachment=bond.name, engine=self.engine, version=version, replaced=replaced))
 
     def _commit(self, bond: Bond, table: CommitTable, key: Key) -> None:
         table.start(key)
@@ -224,9 +236,7 @@ class Coordinator:
 
     def _committed(self, bond: Bond, table: CommitTable, key: Key, replies: tuple[RankCommit, ...]) -> None:
         bond.commit_by_s = NEVER
-        errors = [f"rank {reply.rank}: {reply.error}" for reply in replies if not reply.ok]
-        if len(replies) != self.world_size:
-            errors.append(f"{len(replies)} of {self.world_size} ranks replied")
+        errors = commit_errors(replies, self.world_size)
         overtaken = table.finish(ok=not errors)
         if overtaken:
             logger.info("version %d overtook %s", key.version, overtaken)
@@ -235,15 +245,7 @@ class Coordinator:
         if errors:
             self._poison(bond, key, "; ".join(errors))
         else:
-            self._outbox.post(
-                Committed(
-                    attachment=bond.name,
-                    incarnation=key.incarnation,
-                    version=key.version,
-                    ranks=replies,
-                    visible_unix_s=time.time(),
-                )
-            )
+            self._outbox.post(committed(bond.name, key, replies))
             if bond.phase is Phase.REPLACING:
                 self._attached(bond, replaced=any(record.differing for record in bond.compared.values()))
         self._advance()
@@ -291,9 +293,8 @@ class Coordinator:
 
     def _lost(self, reason: str) -> None:
         with self._lock:
-            logger.error("coordinator of engine %s: %s; %s", self.engine, reason, self._serving())
             if self._bond is not None:
-                self._fail(self._bond, reason)
+                self._fail(self._bond, f"engine {self.engine} had lost the control plane: {reason}")
 
     def _serving(self) -> str:
         return "the engine is poisoned" if self._poisoned else f"version {self._core.live_version()} keeps serving"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from megastream.protocol.bounds import check_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +33,8 @@ class EngineSettings:
     """Longest time that one worker call of the comparison at attach takes away from decoding."""
     poll_s: float = 0.25
     """How often deadlines are looked at."""
+    retry_s: float = 5.0
+    """How often a control plane is tried that was away too long for the attachment; for as long as the engine lives."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool":
-                if type(value) is not bool:
-                    raise ValueError(f"engine setting {field.name} must be true or false, got {value!r}")
-            elif type(value) not in ((int,) if field.type == "int" else (int, float)):
-                raise ValueError(f"engine setting {field.name} must be a number ({field.type}), got {value!r}")
-            elif not 0 < value < float("inf"):
-                raise ValueError(f"engine setting {field.name} must be above 0 and finite, got {value}")
+        check_settings(self, "engine setting")

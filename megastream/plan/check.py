@@ -79,8 +79,12 @@ def _check_shard(
     shape = specs[shard.tensor].shape
     if len(shape) != len(shard.box.hi) or any(hi > size for hi, size in zip(shard.box.hi, shape, strict=True)):
         raise ValueError(f"{where} covers {shard.box.lo} to {shard.box.hi}, the tensor has shape {shape}")
+    if len(shard.strides) != len(shape) or min(shard.strides, default=1) < 1:
+        raise ValueError(f"{where} has strides {shard.strides}; each of its {len(shape)} dims needs one of at least 1")
     size = buffers[shard.buffer].num_elements
-    if shard.offset < 0 or _last(shard) >= size:
+    if shard.offset < 0:
+        raise ValueError(f"{where} starts at element {shard.offset} of buffer {shard.buffer}, which begins at 0")
+    if _last(shard) >= size:
         raise ValueError(f"{where} reaches element {_last(shard)} of buffer {shard.buffer}, which has {size}")
 
 

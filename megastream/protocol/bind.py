@@ -8,6 +8,7 @@ from megastream.layout.wire import decode_layout, encode_layout
 from megastream.plan import build_plan
 from megastream.plan.types import Plan
 from megastream.protocol.control import ControlLog
+from megastream.protocol.follow import DATA_ERRORS, describe
 from megastream.protocol.records import Attach, PlanKind
 from megastream.protocol.terms import ProtocolError
 
@@ -27,25 +28,34 @@ def put_layout(log: ControlLog, blob: str, layout: RankLayout) -> None:
 def plan_of(log: ControlLog, attach: Attach, engine_world_size: int) -> Plan:
     """The plan that an Attach asks for. Every layout must be there already: the Attach is written after them.
 
-    ProtocolError names the family or the layout that is missing; ValueError what the plan refuses.
+    ProtocolError names the family or the layout that is missing, or what broke the planner; ValueError what the plan
+    refuses. ControlError when the layouts cannot be fetched.
     """
     if attach.family not in FAMILIES:
         raise ProtocolError(f"model family {attach.family} has no table; known: {', '.join(sorted(FAMILIES))}")
-    trainer = [_layout(log, trainer_blob(attach.incarnation, rank)) for rank in range(attach.trainer_world_size)]
-    engine = [_layout(log, engine_blob(attach.engine, rank, attach.kind)) for rank in range(engine_world_size)]
-    return build_plan(
-        trainer,
-        engine,
-        FAMILIES[attach.family],
-        kind=attach.kind,
-        piece_bytes=attach.piece_bytes,
-        experts_per_unit=attach.experts_per_unit,
-        finality=attach.finality,
-    )
+    names = [trainer_blob(attach.incarnation, rank) for rank in range(attach.trainer_world_size)]
+    trainer = [_fetch(log, name) for name in names]
+    engine = [_fetch(log, engine_blob(attach.engine, rank, attach.kind)) for rank in range(engine_world_size)]
+    try:
+        return build_plan(
+            [decode_layout(data) for data in trainer],
+            [decode_layout(data) for data in engine],
+            FAMILIES[attach.family],
+            kind=attach.kind,
+            piece_bytes=attach.piece_bytes,
+            experts_per_unit=attach.experts_per_unit,
+            finality=attach.finality,
+        )
+    except ValueError:
+        raise
+    except DATA_ERRORS as error:
+        raise ProtocolError(
+            f"attachment {attach.attachment}: its layouts and settings break the planner: {describe(error)}"
+        ) from error
 
 
-def _layout(log: ControlLog, blob: str) -> RankLayout:
+def _fetch(log: ControlLog, blob: str) -> bytes:
     data = log.get_blob(blob)
     if data is None:
         raise ProtocolError(f"layout {blob} is not on the control plane; did that rank report a failure at its start?")
-    return decode_layout(data)
+    return data

@@ -14,10 +14,15 @@ class ControlError(RuntimeError):
 class ControlLog(Protocol):
     """One connection to the control plane of one run. Safe to use from several threads.
 
-    Every call reconnects by itself until the configured deadline, then raises ControlError.
+    Every call reconnects by itself until the configured deadline, then raises ControlError. A later call tries again.
+
+    A server that lost its data gets back from every connection that is still read from: the highest incarnation and
+    version, the blobs that it put, and its standing records (`records.STANDING`).
     """
 
     run_id: str
+    url: str
+    """Where the server is, without a password: for messages."""
 
     def append(self, record: Record) -> str:
         """Adds a record; returns its id. Ids grow, and every reader sees the same order."""
@@ -42,5 +47,8 @@ class ControlLog(Protocol):
 
     def raise_version(self, version: int) -> None:
         """Records that `version` is published. Atomic, never lowers the value."""
+
+    def silent_s(self, engine: str, rank: int) -> float | None:
+        """Seconds since this rank of an engine was last on the control plane; None when it never was."""
 
     def close(self) -> None: ...

@@ -10,7 +10,7 @@ from typing import TypeVar
 from megastream.protocol.book import TrainerBook
 from megastream.protocol.control import ControlLog
 from megastream.protocol.follow import Follower
-from megastream.protocol.records import Attach, EngineReady, Record, TrainerReady
+from megastream.protocol.records import Attach, EngineReady, Failed, Record, TrainerReady
 
 T = TypeVar("T")
 
@@ -32,15 +32,23 @@ class Journal:
         self._engines: dict[str, dict[int, EngineReady]] = {}
         self._trainers: set[int] = set()
         self._lost = ""
+        self._early: Failed | None = None
         self.attach: Attach | None = None
         self.book: TrainerBook | None = None
-        self._follower = Follower(log, who.replace(" ", "-"), take=self._take, tick=lambda: None, lost=self._on_lost)
+        self._follower = Follower(
+            log, who.replace(" ", "-"), take=self._take, refused=self._on_refused, lost=self._on_lost
+        )
 
     def start(self) -> None:
         self._follower.start()
 
     def stop(self) -> None:
         self._follower.stop()
+
+    @property
+    def attachment(self) -> str:
+        """The name of this incarnation's attachment, known before anybody attaches."""
+        return f"i{self.incarnation}"
 
     def ready_engine(self, name: str) -> tuple[str, int] | None:
         """(engine, number of ranks) of an engine whose ranks are all up: `name`, or the one that came up last."""
@@ -59,11 +67,18 @@ class Journal:
     @property
     def failure(self) -> str:
         """Why no wait can succeed any more; empty while all is well."""
-        failed = self.book.failed if self.book is not None else None
+        failed = self._early or (self.book.failed if self.book is not None else None)
         if failed is not None:
             rank = f" rank {failed.rank}" if failed.rank >= 0 else ""
             return f"{failed.side}{rank} failed: {failed.reason}"
         return self._lost
+
+    def explain(self, reason: str) -> str:
+        """Why this rank cannot go on, behind who failed first where that says something else."""
+        first = self.failure
+        if not first or first in reason:
+            return reason
+        return first if reason in first else f"{first} ({reason})"
 
     def failure_within(self, seconds: float) -> str:
         """`failure`, waiting so long for one: lanes break faster than the record that says why arrives."""
@@ -98,9 +113,14 @@ class Journal:
                     self.attach = record
                     ranks = self.engine_world_size(record.engine)
                     self.book = TrainerBook(record.attachment, record.engine, record.trainer_world_size, ranks)
+                case Failed() if self.book is None and record.attachment == self.attachment:
+                    self._early = self._early or record
                 case _ if self.book is not None:
                     self.book.take(record)
             self._changed.notify_all()
+
+    def _on_refused(self, record: Record | None, reason: str) -> None:
+        self._on_lost(f"{self._who} {reason}")
 
     def _on_lost(self, reason: str) -> None:
         with self._changed:

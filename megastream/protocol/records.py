@@ -214,6 +214,10 @@ class Failed(_Record, frozen=True, kw_only=True, tag="failed"):
     reason: str
 
 
+STANDING = (EngineReady, TrainerReady, Detached)
+"""What holds for as long as its writer lives. A log whose server lost its data writes the newest of each again, so a
+reader may meet them twice."""
+
 Record = (
     EngineReady
     | TrainerReady

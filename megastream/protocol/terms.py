@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megastream.protocol.bounds import MOST_COUNT, MOST_NUMBER, MOST_PIECE_BYTES
 from megastream.protocol.records import Attach, PlanKind
 
 
@@ -32,6 +33,23 @@ _LATER = {
     "late_joiner": (False, "late joiners: an engine joins at the base version of its own attachment"),
     "commit_step": (-1, "commits at a step counter: one engine core commits by itself, data-parallel cores cannot"),
 }
+
+_BOUNDS = {
+    "incarnation": (0, MOST_NUMBER),
+    "base_version": (0, MOST_NUMBER),
+    "trainer_world_size": (1, MOST_COUNT),
+    "piece_bytes": (1, MOST_PIECE_BYTES),
+    "experts_per_unit": (1, MOST_COUNT),
+}
+
+
+def check_terms(attach: Attach) -> None:
+    """ProtocolError when an Attach asks for anything that is typed but not built yet, or has a number out of bounds."""
+    refuse_reserved(attach)
+    for name, (least, most) in _BOUNDS.items():
+        value = getattr(attach, name)
+        if not least <= value <= most:
+            raise ProtocolError(f"attachment {attach.attachment}: {name} must be {least} to {most}, got {value}")
 
 
 def refuse_reserved(attach: Attach) -> None:

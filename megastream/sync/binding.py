@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Protocol
 
 import torch
@@ -14,7 +14,8 @@ from megastream.layout.shard import RankLayout
 from megastream.plan.types import Piece, Plan
 from megastream.protocol.bind import plan_of, put_layout, trainer_blob
 from megastream.protocol.book import TrainerBook
-from megastream.protocol.control import ControlLog
+from megastream.protocol.bounds import MOST_NUMBER
+from megastream.protocol.control import ControlError, ControlLog
 from megastream.protocol.header import PieceHeader
 from megastream.protocol.journal import Journal, SyncError
 from megastream.protocol.lane import SendLane
@@ -26,6 +27,10 @@ from megastream.trainer.settings import TrainerSettings
 from megastream.transport import gloo
 
 _POLL_S = 0.05
+GRACE_S = 2.0
+"""How much longer the other ranks wait for rank 0 than it waits itself: its word at its deadline says more."""
+_SILENT_S = 5.0
+"""An engine rank stands on the control plane about once a second; after so long without, it is called away."""
 
 
 class TrainerModel(Protocol):
@@ -79,14 +84,16 @@ class Binder:
         )
         highest = self._log.highest_version()
         base = highest + 1 if base_version is None else base_version
-        if base < 0 or (journal.incarnation > 1 and base <= highest):
+        if not 0 <= base <= MOST_NUMBER:
+            raise ValueError(f"base version must be 0 to {MOST_NUMBER}, got {base}; leave base_version out")
+        if journal.incarnation > 1 and base <= highest:
             raise ValueError(
                 f"base version {base} of incarnation {journal.incarnation}: versions up to {highest} were published "
                 f"before, and none is used twice; leave base_version out"
             )
         self._log.append(
             Attach(
-                attachment=f"i{journal.incarnation}",
+                attachment=journal.attachment,
                 incarnation=journal.incarnation,
                 engine=engine,
                 kind=kind,
@@ -108,11 +115,11 @@ class Binder:
             journal.wait(
                 lambda: not book.not_bound(),
                 self._settings.bind_s,
-                lambda: f"{', '.join(book.not_bound())} to build the plan",
+                lambda: f"{', '.join(book.not_bound())} to build the plan{self._who_is_away(book)}",
             )
             self._log.append(LanesOpen(attachment=attach.attachment, digest=book.agreed_digest()))
         opened = journal.wait(
-            lambda: book.lanes_open, self._settings.bind_s, lambda: "trainer rank 0 to open the lanes"
+            lambda: book.lanes_open, self._settings.bind_s + GRACE_S, lambda: "trainer rank 0 to open the lanes"
         )
         if opened.digest != plan.digest:
             raise ProtocolError(f"trainer rank {self._rank} built plan {plan.digest}, agreed was {opened.digest}")
@@ -135,6 +142,22 @@ class Binder:
             header_maker(self._log.run_id, attach, plan.digest),
             slots_per_target=self._settings.slots_per_target,
             deadline_s=self._settings.transfer_s,
+        )
+
+    def _who_is_away(self, book: TrainerBook) -> str:
+        """Engine ranks that have not bound because they are not there, as far as the control plane knows."""
+        away = []
+        with suppress(ControlError):
+            for rank in range(book.num_ranks["engine"]):
+                silent_s = self._log.silent_s(book.engine, rank)
+                if ("engine", rank) not in book.bound and (silent_s is None or silent_s > _SILENT_S):
+                    seen = "not there any more" if silent_s is None else f"last seen there {silent_s:.0f} s ago"
+                    away.append(f"rank {rank} was {seen}")
+        if not away:
+            return ""
+        return (
+            f"; engine {book.engine} is away from the control plane ({', '.join(away)}): it has ended, or cannot reach "
+            f"{self._log.url}"
         )
 
     def _incarnation(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megastream.protocol.bounds import check_settings
 from megastream.protocol.control import ControlLog
 from megastream.protocol.journal import SyncError
 from megastream.protocol.records import (
@@ -42,6 +43,9 @@ class EngineSyncSettings:
     """For every rank's record of a load that has succeeded."""
     poll_s: float = 0.25
     """Longest time that one read of the log waits."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "engine sync setting")
 
 
 @dataclass(frozen=True, slots=True)

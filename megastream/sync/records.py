@@ -1,8 +1,8 @@
-"""The records that a trainer rank writes about one version of its attachment."""
+"""The records that a trainer rank writes about one version of its attachment, and about its end."""
 
 from __future__ import annotations
 
-from megastream.protocol.records import Accepted, Attach, Emitted, TrainingFinished
+from megastream.protocol.records import Accepted, Attach, Emitted, Failed, TrainingFinished
 from megastream.trainer.outgoing import EmitReport
 
 
@@ -36,3 +36,7 @@ def training_finished(attach: Attach, version: int, reason: str) -> TrainingFini
     return TrainingFinished(
         attachment=attach.attachment, incarnation=attach.incarnation, version=version, reason=reason
     )
+
+
+def failed(attachment: str, rank: int, reason: str) -> Failed:
+    return Failed(attachment=attachment, side="trainer", rank=rank, reason=reason)

@@ -28,9 +28,9 @@ from megastream.protocol.book import TrainerBook
 from megastream.protocol.control import ControlError, ControlLog
 from megastream.protocol.journal import EnginePoisoned, Journal, SyncError
 from megastream.protocol.lane import LaneError
-from megastream.protocol.records import Attach, Attached, Committed, Failed, PlanKind
+from megastream.protocol.records import Attach, Attached, Committed, PlanKind
 from megastream.sync import records
-from megastream.sync.binding import Binder, TrainerModel
+from megastream.sync.binding import GRACE_S, Binder, TrainerModel
 from megastream.trainer.emit import Emitter
 from megastream.trainer.outgoing import EmitError, EmitReport
 from megastream.trainer.settings import TrainerSettings
@@ -54,10 +54,9 @@ class TrainerSync:
         self._plan: Plan | None = None
         self._attach: Attach | None = None
         self._version, self._attempt, self._train_step = -1, 0, 0
-        self._accepted = False
+        self._accepted, self._ended = False, False
         self._held: list[str] = []
         """Final buckets of a version of kind `whole` that is not accepted yet."""
-        self._ended = False
         self._closer: threading.Thread | None = None
         self._error: SyncError | None = None
         self.reports: list[EmitReport] = []
@@ -89,13 +88,17 @@ class TrainerSync:
         """
         binder = Binder(self._log, self._trainer, self._settings, rank=self.rank, world_size=self.world_size)
         journal = self._journal = binder.announce()
-        if self.rank == 0:
-            binder.post_attach(journal, kind, base_version, train_step)
-        self._attach = journal.wait(lambda: journal.attach, self._settings.ready_s, lambda: "trainer rank 0 to attach")
+        try:
+            if self.rank == 0:
+                binder.post_attach(journal, kind, base_version, train_step)
+        except (ValueError, ControlError, SyncError) as error:
+            self._failed(str(error))
+            raise
+        self._attach = self._wait(lambda: journal.attach, self._settings.ready_s + GRACE_S, "trainer rank 0 to attach")
         try:
             self._plan = binder.bind(journal, self._attach, self._book)
             self._emitter = binder.open_lanes(self._attach, self._plan, self._book)
-        except (ValueError, LaneError, EmitError, ControlError) as error:
+        except (ValueError, LaneError, EmitError, ControlError, SyncError) as error:
             raise self._failed(str(error)) from error
         self._push_base(self._attach)
         missing = f"engine {self._attach.engine} to compare and take base version {self._version}"
@@ -116,7 +119,7 @@ class TrainerSync:
 
     def close(self) -> None:
         """Frees lanes and threads. Without `finished` before, the engine is told that this rank left. Idempotent."""
-        if self._attach is not None and not self._ended:
+        if self._journal is not None and not self._ended:
             self._failed("left before training was finished")
         self._ended = True
         if self._emitter is not None:
@@ -290,10 +293,7 @@ class TrainerSync:
     def _failed(self, reason: str) -> SyncError:
         """Tells the others that this rank cannot go on; the error names who failed first."""
         assert self._journal is not None
-        first = self._journal.failure
-        if not first and self._attach is not None:
+        if not self._journal.failure:
             with suppress(ControlError):
-                self._log.append(
-                    Failed(attachment=self._attach.attachment, side="trainer", rank=self.rank, reason=reason)
-                )
-        return SyncError(reason if not first or first == reason else f"{first} ({reason})")
+                self._log.append(records.failed(self._journal.attachment, self.rank, reason))
+        return SyncError(self._journal.explain(reason))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from megastream.protocol.bounds import MOST_PIECE_BYTES, check_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,4 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         if not self.launch:
             raise ValueError("trainer setting launch is empty; give every start of the trainer a name of its own")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and value <= 0:
-                raise ValueError(f"trainer setting {field.name} must be above 0, got {value}")
+        check_settings(self, "trainer setting", {"piece_bytes": MOST_PIECE_BYTES})

@@ -19,6 +19,8 @@ from megastream.control.redis_log import RedisLog
 from megastream.protocol.control import ControlError
 from megastream.protocol.records import (
     Detached,
+    EngineReady,
+    TrainerReady,
     TrainingFinished,
 )
 from tests.contract.logs import RUN, ready, versions
@@ -67,6 +69,7 @@ def test_hostile_entries_are_refused_and_crash_nothing(
     marker = tmp_path / "marker"
     bomb = pickle.dumps(Marker(marker))
     good = b'{"run_id":"run-1","record":'
+    deep = b"[" * 100_000 + b"]" * 100_000
     hostile: list[dict[Any, Any]] = [
         {"message": bomb},
         {"message": base64.b64encode(bomb)},
@@ -80,6 +83,8 @@ def test_hostile_entries_are_refused_and_crash_nothing(
         {"something": "else"},
         {"number": "not a number", "message": "{}"},
         {"number": str(10**30), "message": "{}"},
+        {"number": "9" * 5000, "message": "{}"},
+        {"message": good + b'{"record":"detached","attachment":"a","engine":"e","more":%s}}' % deep},
     ]
     log = connect()
     log.append(Detached(attachment="a", engine="first"))
@@ -96,6 +101,59 @@ def test_hostile_entries_are_refused_and_crash_nothing(
     log.append(Detached(attachment="a", engine="last"))
     assert [record.engine for _, record in log.read(got[-1][0], 1.0)] == ["last"]
     assert not marker.exists()
+
+
+def test_a_number_that_nobody_can_count_on_from_is_not_kept(connect: Callable[..., RedisLog]) -> None:
+    log = connect()
+    log.append(ready(5, incarnation=2))
+    log.append(ready(10**30, incarnation=10**30))
+    log.read("0", 1.0)
+    log._kept = 0.0
+    log.read("0", 0.0)
+    assert (log.next_incarnation(), log.highest_version()) == (3, 5)
+
+
+def test_what_stands_is_put_back_on_a_server_that_lost_it(
+    connect: Callable[..., RedisLog], raw: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, fresh = connect(), connect()
+    standing: list[Any] = [
+        EngineReady(engine="e", rank=1, world_size=2, library=""),
+        TrainerReady(incarnation=4, rank=0, world_size=1, library=""),
+        Detached(attachment="i2", engine="e"),
+    ]
+    for name, record in zip("abc", [standing[0], Detached(attachment="i1", engine="e"), *standing[1:]], strict=False):
+        log.put_blob(name, name.encode())
+        log.append(record)
+    log.append(standing[2])
+    log.append(ready(1))
+    last = log.read("0", 1.0)[-1][0]
+    raw.flushall()
+    log._kept = 0.0
+    log.read(last, 1.0)
+    found = [record for _, record in fresh.read("0", 1.0)]
+    assert sorted(found, key=repr) == sorted(standing, key=repr), "the newest of each, once"
+    assert [fresh.get_blob(name) for name in "abc"] == [b"a", b"b", b"c"]
+    assert fresh.next_incarnation() == 5
+    assert "lost its data; put back 3 blobs and 3 standing records" in caplog.text
+    log._kept = 0.0
+    log.read(last, 0.0)
+    assert len(fresh.read("0", 0.1)) == 3, "and only once for each loss"
+    silent_s = fresh.silent_s("e", 1)
+    assert silent_s is not None and 0 <= silent_s < 5 and fresh.silent_s("e", 0) is None
+
+
+def test_readers_too_notice_a_server_that_takes_no_writes(connect: Callable[..., RedisLog], raw: redis.Redis) -> None:
+    log = connect()
+    raw.config_set("maxmemory", "1")
+    try:
+        for call in (lambda: log.get_blob("b"), lambda: log.read("0", 0.1)):
+            log._kept = 0.0
+            with pytest.raises(ControlError, match="maxmemory"):
+                call()
+    finally:
+        raw.config_set("maxmemory", "0")
+    assert log.read("0", 0.0) == []
 
 
 def test_an_append_whose_reply_was_lost_is_not_doubled(connect: Callable[..., RedisLog]) -> None:
@@ -128,6 +186,8 @@ def test_no_server_at_start_is_one_line_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - started < 2.0
     with pytest.raises(ValueError, match="run id"):
         RedisLog("redis://127.0.0.1:1", "a b", reconnect_s=1.0)
+    with pytest.raises(ValueError, match="reconnect_s must be at least 0 and finite, got nan"):
+        RedisLog("redis://127.0.0.1:1", "a", reconnect_s=float("nan"))
 
 
 def test_outage_then_flush_then_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -169,4 +229,7 @@ def test_outage_then_flush_then_the_end(tmp_path: Path, caplog: pytest.LogCaptur
         with pytest.raises(ControlError, match=rf"{server.socket}.*append.*away for .* the limit is 0\.5 s"):
             fresh.append(ready(9))
         assert 0.4 < time.monotonic() - started < 2.0
+        server.start()  # given up, but not for ever: a later call tries again
+        fresh.append(ready(10))
+        assert versions(fresh.read("0", 1.0)) == [10]
         fresh.close()

@@ -19,11 +19,12 @@ class MemoryStore:
         self.incarnations = itertools.count(1)
         self.highest = -1
         self.away = False
+        self.silent_s: float | None = 0.0
 
 
 class MemoryLog:
     def __init__(self, store: MemoryStore, run_id: str = "run") -> None:
-        self.run_id, self._store = run_id, store
+        self.run_id, self.url, self._store = run_id, "memory", store
 
     def append(self, record: Record) -> str:
         with self._store.changed:
@@ -58,6 +59,10 @@ class MemoryLog:
     def raise_version(self, version: int) -> None:
         self._check()
         self._store.highest = max(self._store.highest, version)
+
+    def silent_s(self, engine: str, rank: int) -> float | None:
+        self._check()
+        return self._store.silent_s
 
     def close(self) -> None: ...
 

@@ -62,8 +62,8 @@ class ManualCore:
 
 
 class Bench:
-    def __init__(self, store: MemoryStore, core: ManualCore) -> None:
-        self.store, self.core, self.log = store, core, MemoryLog(store)
+    def __init__(self, store: MemoryStore, core: ManualCore, coordinator: Coordinator) -> None:
+        self.store, self.core, self.log, self.coordinator = store, core, MemoryLog(store), coordinator
 
     def post(self, *records: Record) -> None:
         for record in records:
@@ -97,7 +97,7 @@ def bench(settings: EngineSettings = SETTINGS) -> Iterator[Bench]:
     coordinator = Coordinator(MemoryLog(store), engine="e", world_size=2, core=core, settings=settings)
     coordinator.start()
     try:
-        yield Bench(store, core)
+        yield Bench(store, core, coordinator)
     finally:
         coordinator.close()
 
@@ -254,3 +254,27 @@ def test_a_poisoned_engine_is_healed_by_the_next_version_or_the_next_attachment(
         b.core.answer()
         b.live(2)
         assert b.records(Attached)[-1].replaced is True
+
+
+def test_records_out_of_place_end_their_attachment_and_the_next_one_attaches() -> None:
+    with bench() as b:
+        b.post(attach_record())
+        for rank in range(2):  # before anything was bound, let alone arrived
+            b.post(Compared(attachment="i1", rank=rank, tensors=1, differing=0))
+        eventually(lambda: len(b.records(Detached)) == 1)
+        assert "engine e cannot use a record Compared: AssertionError" in b.records(Failed)[0].reason
+        b.attach(incarnation=2)
+        b.live(2)
+
+
+def test_a_coordinator_that_lost_the_control_plane_says_so_later_and_takes_the_next_trainer() -> None:
+    with bench(EngineSettings(poll_s=0.02, retry_s=0.05)) as b:
+        b.attach()
+        b.live()
+        b.store.away = True
+        eventually(lambda: b.coordinator._bond is None)
+        b.store.away = False
+        eventually(lambda: len(b.records(Detached)) == 1)
+        assert "engine e had lost the control plane: the server in memory is away" in b.records(Failed)[0].reason
+        b.attach(incarnation=2)
+        b.live(2)

@@ -172,6 +172,19 @@ def test_wrong_numbers_are_refused_by_name() -> None:
             f"{DOWN}.*engine rank 0",
         ),
         (lambda w: w.engine.__setitem__(0, edit(w.engine[0], DOWN, lambda s: [replace(s, offset=10**6)])), DOWN),
+        (
+            lambda w: w.engine.__setitem__(0, edit(w.engine[0], DOWN, lambda s: [replace(s, offset=-5)])),
+            f"{DOWN}: shard on engine rank 0 starts at element -5 of buffer .*, which begins at 0",
+        ),
+        *(
+            (
+                lambda w, strides=strides: w.engine.__setitem__(
+                    0, edit(w.engine[0], DOWN, lambda s: [replace(s, strides=strides)])
+                ),
+                f"{DOWN}: shard on engine rank 0 has strides .*; each of its 2 dims needs one of at least 1",
+            )
+            for strides in ((0, 1), (-8, 1), (1,))
+        ),
         (lambda w: w.trainer.pop(), r"trainer layouts are of ranks \[0\] of 2"),
         (lambda w: w.engine.append(w.engine[0]), r"engine layouts are of ranks \[0, 0, 1\] of 2"),
         (lambda w: w.engine.__setitem__(0, replace(w.engine[0], side="trainer")), "trainer rank 0 was given"),
