@@ -10,7 +10,8 @@ What gloo (torch 2.13, TCP) does, and what follows from it here:
 * A posted operation lives only as long as its Work object: dropped, its message is never sent.
 * An operation of the group's own threads that is forgotten in that way keeps the thread for as long as the group's
   timeout, and the group's destructor waits for its threads. So an end that only ever sends keeps that timeout short
-  (`GlooPair.limit`): a peer that closes in mid-message must not hold up `close`.
+  (`GlooPair.limit`): a peer that closes in mid-message then holds `close` up for the deadline of the last send at
+  most, and for seconds when it was the closing header.
 * Nothing in the Python interface cancels a wait. A wait of 1 ms on a message that never comes does: its timeout
   fails every posted operation of the group (`GlooPair.abort`).
 """

@@ -52,7 +52,11 @@ def test_what_breaks_off_at_the_start_is_its_own_error_and_vllm_still_shuts_down
         vllm_config=config,
         megastream=None,
         megastream_end=None,
-        scheduler=SimpleNamespace(schedule=print, update_from_output=print),
+        scheduler=SimpleNamespace(
+            schedule=print,
+            update_from_output=print,
+            kv_cache_manager=SimpleNamespace(get_computed_blocks=print),
+        ),
         model_executor=SimpleNamespace(collective_rpc=lambda method, args: [{"ok": True, "rank": 0, "error": ""}]),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,21 +167,27 @@ def blocks_of(core: Any, request_id: str) -> list[int]:
     return list(core.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
 
 
-def salt_waiting(core: Any, number: int) -> None:
-    """Whoever waits without anything computed will hit only cached prefixes that were salted with the same number.
+def wrap_lookup(core: Any, make: Make) -> None:
+    """Wraps how the cache is asked for a request's prefix, right before its first step or its first after a preemption;
+    the request is the first argument."""
+    manager = core.scheduler.kv_cache_manager
+    for name in ("get_computed_blocks", "get_computed_blocks_for_connector"):  # the second one came with 0.32
+        if hasattr(manager, name):
+            hooks.wrap_method(manager, name, make)
+
+
+def salt(request: Any, number: int) -> None:
+    """A request without anything computed hits only cached prefixes that were salted with the same number.
 
     A salt that the client gave stays a part of it.
     """
-    scheduler = core.scheduler
-    for queue in (scheduler.waiting, getattr(scheduler, "skipped_waiting", ())):
-        for request in queue:
-            given, salted = getattr(request, _SALT, (request.cache_salt, -1))
-            if request.num_computed_tokens or salted == number:
-                continue
-            setattr(request, _SALT, (given, number))
-            request.cache_salt = f"{given or ''}|megastream {number}"
-            request.block_hashes.clear()
-            request.update_block_hashes()
+    given, salted = getattr(request, _SALT, (request.cache_salt, -1))
+    if request.num_computed_tokens or salted == number:
+        return
+    setattr(request, _SALT, (given, number))
+    request.cache_salt = f"{given or ''}|megastream {number}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
 
 
 def evict_prefixes(core: Any) -> None:
@@ -204,8 +209,12 @@ def check_preemption(vllm_config: Any) -> None:
 
 def preempt_all(core: Any) -> None:
     """All running requests wait again, with nothing computed; what is under way for them is computed once more."""
-    with suppress(RuntimeError):  # blocks of steps under way are freed later: the cache is not empty, and need not be
+    try:
         core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    except RuntimeError:
+        # Blocks of steps under way are freed later: the cache is not empty, and salted as it is, it need not be.
+        if core.scheduler.running:
+            raise
 
 
 def has_stop_strings(core: Any, request_id: str) -> bool:

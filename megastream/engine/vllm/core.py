@@ -113,17 +113,25 @@ def _start(core: Any, config: Any, settings: PortSettings, wire: Wired) -> None:
     compat_core.wrap_scheduler(
         core, lambda schedule: _stamping(schedule, port), lambda update: _checking(core, update, port)
     )
+    compat_core.wrap_lookup(core, lambda lookup: _salting(lookup, port))
     core.megastream_end = wire(config, port)
 
 
 def _stamping(schedule: Callable[..., Any], port: VllmCorePort) -> Callable[..., Any]:
     def stamped(*args: Any, **named: Any) -> Any:
-        port.before_schedule()
         batch = schedule(*args, **named)
         port.stamp(batch)
         return batch
 
     return stamped
+
+
+def _salting(lookup: Callable[..., Any], port: VllmCorePort) -> Callable[..., Any]:
+    def salted(request: Any, *args: Any, **named: Any) -> Any:
+        port.kv.salt(request)
+        return lookup(request, *args, **named)
+
+    return salted
 
 
 def _checking(core: Any, update: Callable[..., Any], port: VllmCorePort) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ def check_policy(policy: str) -> KvPolicy:
 
 
 class KvBook:
-    """Engine core thread only. `salted`, `commit` and `scheduled` are called in the order in which they happen."""
+    """Engine core thread only. `salt`, `commit` and `scheduled` are called in the order in which they happen."""
 
     def __init__(self, policy: KvPolicy) -> None:
         self._policy = policy
@@ -52,13 +52,14 @@ class KvBook:
         self._policy = policy
         self._blocks = {}
 
-    def salt(self, core: Any) -> None:
-        """Before every step: whoever waits to be scheduled gets a salt that only requests since the last commit have.
+    def salt(self, request: Any) -> None:
+        """Before a request's prefix is looked up: it gets a salt that only requests since the last commit have.
 
-        Not when a request is added: a commit may come before its first step.
+        Not when it is added: a commit may come before its first step. Nor at the commit: that would hash the prompts of
+        all who wait again, while nobody steps.
         """
         if self._policy != "keep":
-            compat_core.salt_waiting(core, self._commits)
+            compat_core.salt(request, self._commits)
 
     def commit(self, core: Any) -> None:
         """Another version is live from the next step on."""

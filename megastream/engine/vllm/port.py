@@ -164,10 +164,6 @@ class VllmCorePort:
         compat_core.set_label(self._core, label)
         self.kv.commit(self._core)
 
-    def before_schedule(self) -> None:
-        """Called before every batch is scheduled."""
-        self.kv.salt(self._core)
-
     def stamp(self, batch: Any) -> None:
         """Called for every batch as it is scheduled."""
         self._step += 1
