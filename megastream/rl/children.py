@@ -89,10 +89,16 @@ class Children:
                 process.wait()
 
     def start(
-        self, name: str, module: str, *arguments: str, nice: int = 0, environment: dict[str, str] | None = None
+        self,
+        name: str,
+        module: str,
+        *arguments: str,
+        nice: int = 0,
+        environment: dict[str, str] | None = None,
+        log_name: str = "",
     ) -> Child:
-        """Runs `python -m module arguments` at a scheduling priority; its output goes to `<name>.log`."""
-        log = self._folder / f"{name}.log"
+        """Runs `python -m module arguments` at a scheduling priority; its output goes to `log_name` or `<name>.log`."""
+        log = self._folder / (log_name or f"{name}.log")
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -111,9 +117,9 @@ class Children:
         """Watches processes that somebody else started."""
         self._children += children
 
-    def run_to_end(self, name: str, module: str, *arguments: str, deadline_s: float) -> None:
+    def run_to_end(self, name: str, module: str, *arguments: str, deadline_s: float, log_name: str = "") -> None:
         """Starts a process and waits until it has done its work."""
-        child = self.start(name, module, *arguments)
+        child = self.start(name, module, *arguments, log_name=log_name)
         self.watch(until=lambda: child.ended, may_end=[child], deadline_s=deadline_s)
 
     def watch(

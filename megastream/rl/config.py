@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
 import msgspec
-import yaml
 
 from megastream.layout.trainer import Ownership
+from megastream.rl.bounds import bounds_refusal, sizes_refusal
+from megastream.rl.plain import read_plain
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, clipping_refusal
 
 
@@ -136,9 +138,9 @@ class Config(Section, frozen=True, kw_only=True):
 def load(path: Path) -> Config:
     """Reads and checks a file. ConfigError says in one line what is wrong and where."""
     try:
-        raw = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+        raw = read_plain(path)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: is not a mapping of sections")
     try:
@@ -155,7 +157,11 @@ def parse(raw: dict[str, Any]) -> Config:
     except msgspec.ValidationError as error:
         raise ConfigError(str(error).replace("`$.", "`")) from error
     _check_positive(config, "")
+    if reason := bounds_refusal(config):
+        raise ConfigError(reason)
     _check_layout(config)
+    if reason := sizes_refusal(config):
+        raise ConfigError(reason)
     _check_modes(config.run.modes)
     _check_finality(config)
     return config
@@ -218,6 +224,8 @@ def _check_positive(section: Section, prefix: str) -> None:
             _check_positive(value, f"{prefix}{name}.")
         elif isinstance(value, bool) or not isinstance(value, int | float):
             continue
+        elif not math.isfinite(value):
+            raise ConfigError(f"{prefix}{name} is {value}; it must be finite")
         elif value < 0 or (value == 0 and prefix + name not in zero_is_fine):
             raise ConfigError(f"{prefix}{name} is {value}; it must be above 0")
 
@@ -250,8 +258,6 @@ def _check_finality(config: Config) -> None:
     stream = config.stream
     if reason := clipping_refusal(stream.finality, config.trainer.clip_grad):
         raise ConfigError(f"stream.finality and trainer.clip_grad: {reason}")
-    if stream.max_abort_rate > 1:
-        raise ConfigError(f"stream.max_abort_rate is {stream.max_abort_rate:g}; it is a share of steps, from 0 to 1")
 
 
 def _divides(what: str, value: int, axis: str, size: int) -> None:

@@ -52,6 +52,16 @@ def prompt(question: str) -> list[int]:
     return [BOS, *encode(question), ANSWER]
 
 
+def refuse_long_questions(pairs: Iterable[Pair], answer_tokens: int, max_model_len: int) -> None:
+    """ValueError when the engine has no room for an answer of `answer_tokens` behind the longest of the questions."""
+    longest = max(len(prompt(pair.question)) for pair in pairs)
+    if longest + answer_tokens > max_model_len:
+        raise ValueError(
+            f"engine.max_model_len is {max_model_len}; the longest question has {longest} tokens and engine."
+            f"answer_tokens is {answer_tokens}, so at least {longest + answer_tokens} are needed"
+        )
+
+
 def example(pair: Pair) -> list[int]:
     """What is trained on: the prompt, the answer, the end."""
     return [*prompt(pair.question), *encode(pair.answer), EOS]

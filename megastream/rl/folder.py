@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 JOB_FILE = "job.json"
+REFUSED_LOG = "refused-start.log"
+"""What the last start wrote that was refused after it began; the results beside it are those of the run before."""
 
 _WRITTEN = re.compile(
     r"(train|held_out|engine|answers|versions|trainer-\d+)\.jsonl|(prepare|host|trainer-\d+)\.log|"
-    r"(records|summary)\.json"
+    r"(records|summary)\.json|refused-start\.log"
 )
 """Names of the files that a run writes beside its job file and its checkpoints."""
 
@@ -23,7 +26,11 @@ _CHECKPOINT_FILES = ("config.json", "model.safetensors", "tokenizer.json", "toke
 
 def refuse_foreign(folder: Path) -> None:
     """ValueError when the folder holds anything, and no run of this program wrote its job file there."""
-    if folder.is_dir() and any(folder.iterdir()) and not _is_ours(folder / JOB_FILE):
+    if (
+        folder.is_dir()
+        and any(path.name != REFUSED_LOG for path in folder.iterdir())
+        and not _is_ours(folder / JOB_FILE)
+    ):
         raise ValueError(
             f"{folder} is not empty and holds no results of a run; choose a new or an empty folder with --out"
         )
@@ -36,6 +43,16 @@ def forget_results(folder: Path) -> None:
             path.unlink()
     for name in (CHECKPOINT, EXPORTED):
         _forget_checkpoint(folder / name)
+
+
+def take_over(source: Path, target: Path) -> None:
+    """Moves the files of a folder and of those in it to the same places below `target`; other files stay there."""
+    target.mkdir(exist_ok=True)
+    for path in list(source.iterdir()):
+        if path.is_dir():
+            take_over(path, target / path.name)
+        else:
+            shutil.move(path, target / path.name)
 
 
 def _forget_checkpoint(folder: Path) -> None:

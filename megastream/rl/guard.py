@@ -17,7 +17,10 @@ from megastream.rl.owned import Owner, clean
 def main(run_folder: Path) -> None:
     """Blocks until the launcher ends. A launcher that ended in order has removed the owner file before."""
     sys.stdin.buffer.read()
-    owner = Owner.read(run_folder)
+    try:
+        owner = Owner.read(run_folder)
+    except ValueError as error:
+        sys.exit(f"megastream guard: {error}")
     if owner is not None:
         clean(run_folder, owner)
 

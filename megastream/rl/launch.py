@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from megastream.control.embedded import EmbeddedServer
 from megastream.control.login import LOGIN, split_login
 from megastream.control.redis_log import RedisLog
 from megastream.protocol.control import ControlError
 from megastream.rl import config as configs
+from megastream.rl.bounds import ranks_refusal
 from megastream.rl.children import Child, Children, RunFailed
-from megastream.rl.folder import JOB_FILE, forget_results, refuse_foreign
+from megastream.rl.folder import JOB_FILE, REFUSED_LOG, forget_results, refuse_foreign, take_over
 from megastream.rl.job import Job
-from megastream.rl.owned import MARK, Owner, StillRunning, clean, start_time, sweep
+from megastream.rl.owned import MARK, Owner, StillRunning, clean, make_folder, start_time, sweep, this_place
 from megastream.trainer.policies import consequences
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
+
+_LONGEST_TEMPORARY_BYTES = 55
 
 
 def run_quickstart(path: Path, out: Path | None, *, redis_url: str | None, engine_layout: str | None) -> int:
@@ -37,7 +42,7 @@ def run_quickstart(path: Path, out: Path | None, *, redis_url: str | None, engin
     except KeyboardInterrupt:
         print("megastream: interrupted; everything was stopped", file=sys.stderr)
         return INTERRUPTED
-    except (ControlError, RunFailed, StillRunning, ValueError, OSError) as error:
+    except (ControlError, RunFailed, StillRunning, ValueError, OSError, subprocess.SubprocessError) as error:
         print(f"megastream: {error}", file=sys.stderr)
         return 1
     return 0
@@ -45,12 +50,14 @@ def run_quickstart(path: Path, out: Path | None, *, redis_url: str | None, engin
 
 def launch(config: configs.Config, folder: Path, redis_url: str | None) -> None:
     """Runs all passes and writes the results into `folder`. Raises what ended the run; nothing is left then either."""
+    if reason := ranks_refusal(config.trainer.ranks):
+        raise ValueError(reason)
     for found in sweep(folder):
         print(f"swept from a run that died here: {found}")
     refuse_foreign(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with _owned(folder) as owner, ExitStack() as stack:
-        _refuse_long_path(Path(owner.folder))
+        _refuse_unfit(owner.folder)
         url, servers = "", []
         if redis_url is not None:
             url = stack.enter_context(_login(redis_url))
@@ -78,10 +85,7 @@ def _run(job: Job, children: Children, config: configs.Config) -> None:
 
     stream = config.stream
     print(consequences(stream.finality, config.trainer.clip_grad, stream.max_abort_rate), flush=True)
-    path = job.results / JOB_FILE
-    job.write(path)
-    forget_results(job.results)  # not before: whatever refuses to start leaves the last run's results alone
-    children.run_to_end("prepare", "megastream.rl.prepare", str(path), deadline_s=config.deadlines.start_s)
+    path = _prepare(job, children)
     host = children.start("host", "megastream.rl.host", str(path), nice=config.engine.nice)
     ranks = [
         children.start(
@@ -106,6 +110,26 @@ def _run(job: Job, children: Children, config: configs.Config) -> None:
     refuse_wrong(summary)
 
 
+def _prepare(job: Job, children: Children) -> Path:
+    """Makes the run's files aside, then puts them in the place of the last run's; returns the job file.
+
+    Not before: whatever refuses to start leaves the last run's results alone.
+    """
+    aside = job.temp / "prepared"
+    aside.mkdir()
+    first = aside / JOB_FILE
+    replace(job, run_folder=str(aside)).write(first)
+    deadline_s = job.config.deadlines.start_s
+    children.run_to_end("prepare", "megastream.rl.prepare", str(first), deadline_s=deadline_s, log_name=REFUSED_LOG)
+    first.unlink()
+    shutil.move(job.results / REFUSED_LOG, aside / "prepare.log")
+    path = job.results / JOB_FILE
+    job.write(path)
+    forget_results(job.results)
+    take_over(aside, job.results)
+    return path
+
+
 def _silence_s(deadlines: configs.DeadlineConfig) -> float:
     """Trainer ranks that write nothing for so long are stuck: their own waits all end earlier, and say for whom."""
     return deadlines.start_s + deadlines.attach_s + 12 * deadlines.step_s
@@ -121,8 +145,7 @@ def _owned(folder: Path) -> Iterator[Owner]:
     run_id = uuid.uuid4().hex
     started = start_time(os.getpid())
     assert started is not None, "this process has no entry in /proc"
-    temp = tempfile.mkdtemp(prefix="megastream-")
-    owner = Owner(run_id, os.getpid(), started, temp)
+    owner = Owner(run_id, os.getpid(), started, str(make_folder(run_id)), place=this_place())
     owner.write(folder)
     guard = subprocess.Popen(
         [sys.executable, "-m", "megastream.rl.guard", str(folder)], stdin=subprocess.PIPE, start_new_session=True
@@ -141,7 +164,10 @@ def _owned(folder: Path) -> Iterator[Owner]:
 @contextmanager
 def _login(redis_url: str) -> Iterator[str]:
     """The URL that may be written down; user and password reach this process and its children by environment only."""
-    url, login = split_login(redis_url)
+    try:
+        url, login = split_login(redis_url)
+    except ControlError as error:
+        raise ControlError(f"--redis-url: {error}") from error
     if not login:
         yield url
         return
@@ -152,10 +178,19 @@ def _login(redis_url: str) -> Iterator[str]:
         del os.environ[LOGIN]
 
 
-def _refuse_long_path(folder: Path) -> None:
-    """vLLM's sockets lie in the temporary folder, under names of up to 50 characters; 107 fit in all."""
-    if len(str(folder)) > 55:
-        raise ValueError(f"the temporary folder {folder} is too long for sockets; set TMPDIR to a shorter one")
+def _refuse_unfit(folder: str) -> None:
+    """vLLM's sockets lie in the temporary folder, under names of up to 50 bytes, and 107 fit in all.
+
+    torch and vLLM also write its path into file:// URLs, unquoted on both sides: there # and ? would end it.
+    """
+    num_bytes = len(os.fsencode(folder))
+    if num_bytes > _LONGEST_TEMPORARY_BYTES:
+        raise ValueError(
+            f"the temporary folder {folder} has {num_bytes} bytes, and sockets in it leave room for "
+            f"{_LONGEST_TEMPORARY_BYTES}; set TMPDIR to a shorter one"
+        )
+    if any(char in "#?" or not char.isprintable() for char in folder):
+        raise ValueError(f"the temporary folder {folder!r} has characters that end a URL; set TMPDIR to another one")
 
 
 def _trainer_environment(config: configs.Config) -> dict[str, str]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megastream.rl.checkpoint import random_tensors, write_checkpoint
-from megastream.rl.data import Batches, make_pairs, write_pairs
+from megastream.rl.data import Batches, make_pairs, refuse_long_questions, write_pairs
 from megastream.rl.job import Job
 
 TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "held_out.jsonl"
@@ -20,6 +20,8 @@ def prepare(job: Job) -> None:
     data = job.config.data
     pairs = make_pairs(data.task, data.train + data.held_out, job.config.seed)
     Batches(pairs[data.held_out :], data.seq_length, job.config.seed)  # refuses what the trainer ranks could not use
+    engine = job.config.engine
+    refuse_long_questions(pairs[: data.held_out], engine.answer_tokens, engine.max_model_len)
     write_pairs(job.results / HELD_OUT_FILE, pairs[: data.held_out])
     write_pairs(job.results / TRAIN_FILE, pairs[data.held_out :])
     write_checkpoint(job.checkpoint, job.config.model, random_tensors(job.config.model, job.config.seed))

@@ -52,7 +52,9 @@ def test_folder_in_use(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     started = owned.start_time(os.getpid())
     assert started is not None
-    owned.Owner("other", os.getpid(), started, str(tmp_path / "absent")).write(tmp_path / "out")
+    owned.Owner("other", os.getpid(), started, str(tmp_path / "absent"), place=owned.this_place()).write(
+        tmp_path / "out"
+    )
     run = start(write_config(tmp_path), tmp_path / "out")
     _, stderr = run.communicate(timeout=60)
     assert run.returncode == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from megastream.rl.data import (
     ANSWER,
@@ -19,6 +20,7 @@ from megastream.rl.data import (
     make_pairs,
     prompt,
     read_pairs,
+    refuse_long_questions,
     write_pairs,
     write_tokenizer,
 )
@@ -71,3 +73,10 @@ def test_task_is_named_and_seeded(tmp_path: Path) -> None:
         assert "chain_summ" in str(error)
     else:
         raise AssertionError("an unknown task was accepted")
+
+
+def test_questions_without_room_for_an_answer_are_refused() -> None:
+    longest = len(prompt(PAIRS[-1].question))
+    refuse_long_questions(PAIRS, 10, longest + 10)
+    with pytest.raises(ValueError, match=rf"max_model_len is {longest + 9}; .* at least {longest + 10}"):
+        refuse_long_questions(PAIRS, 10, longest + 9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from multiprocessing import shared_memory
@@ -30,13 +31,21 @@ def wait_for(condition, deadline_s: float = 10.0) -> None:
 
 
 def owner_of(run_id: str, folder: Path, pid: int = 2**22 + 1) -> owned.Owner:
-    return owned.Owner(run_id, pid, 0.0, str(folder))
+    return owned.Owner(run_id, pid, 0.0, str(folder), place=owned.this_place())
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """TMPDIR of the run."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 def test_a_dead_runs_remains_are_swept(tmp_path: Path) -> None:
     run_id, ident = uuid.uuid4().hex, f"vllm_dist_{uuid.uuid4().hex}"
-    folder = tmp_path / "temporary"
-    folder.mkdir()
+    folder = owned.make_folder(run_id)
     (folder / ident).touch()
     ours, other = owned.SHM / f"{ident}-tp-[0-1]-cpushm", owned.SHM / f"test-other-{run_id}"
     ours.touch()
@@ -83,7 +92,7 @@ def test_mapped_segments_are_noted_while_their_process_lives(tmp_path: Path) -> 
 def test_a_live_run_is_not_touched(tmp_path: Path) -> None:
     started = owned.start_time(os.getpid())
     assert started is not None
-    owned.Owner(uuid.uuid4().hex, os.getpid(), started, str(tmp_path)).write(tmp_path)
+    owned.Owner(uuid.uuid4().hex, os.getpid(), started, str(tmp_path), place=owned.this_place()).write(tmp_path)
     with pytest.raises(ValueError, match=str(os.getpid())):
         owned.sweep(tmp_path)
 
@@ -99,3 +108,74 @@ def test_the_guard_ends_everything_when_its_launcher_is_gone(tmp_path: Path) -> 
     assert guard.wait(20) == 0
     assert owned.processes(run_id) == []
     assert process.wait(5) == -9
+
+
+def test_a_folder_that_no_run_made_is_refused_and_kept(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = uuid.uuid4().hex
+    elsewhere, unmarked, other = tmp_path / "megastream-x", temporary / "megastream-x", temporary / "mine"
+    marked, of_another_run = owned.make_folder(run_id), owned.make_folder(uuid.uuid4().hex)
+    link = temporary / "megastream-link"
+    link.symlink_to(marked)
+    for folder in (elsewhere, unmarked, other):
+        folder.mkdir()
+        if folder != unmarked:
+            (folder / owned.MARKER_FILE).write_text(run_id)
+    for folder in (elsewhere, unmarked, other, of_another_run, link, Path(os.path.relpath(marked))):
+        owner_of(run_id, folder).write(tmp_path)
+        with pytest.raises(ValueError, match=r"names the folder .*by hand") as caught:
+            owned.sweep(tmp_path)
+        assert "\n" not in str(caught.value)
+        owned.clean(tmp_path, owner_of(run_id, folder))  # the guard does not ask first
+        assert folder.is_dir()
+    owner_of(run_id, marked).write(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 12345)
+        with pytest.raises(ValueError, match="belongs to user"):
+            owned.sweep(tmp_path)
+    assert owned.sweep(tmp_path) == [f"folder {marked}"]
+
+
+def test_a_run_of_another_place_is_not_judged_by_its_process_id(tmp_path: Path) -> None:
+    owner = owner_of(uuid.uuid4().hex, owned.make_folder("r"))
+    owner.place = "host elsewhere, boot 1, pid:[1]"
+    owner.write(tmp_path)
+    with pytest.raises(ValueError, match="another machine, boot or container .host elsewhere"):
+        owned.sweep(tmp_path)
+    assert Path(owner.folder).is_dir() and (tmp_path / owned.OWNER_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe",
+        b"{",
+        b"[1]",
+        b"[" * 100_000,
+        b'{"run_id":1,"pid":"x","started":0,"folder":5,"segments":null}',
+        b'{"run_id":"r","pid":1,"started":0,"folder":"f","segments":[5]}',
+    ],
+)
+def test_an_owner_file_of_wrong_types_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / owned.OWNER_FILE).write_bytes(content)
+    with pytest.raises(ValueError, match=r"owner.json is no owner file.*--out") as caught:
+        owned.sweep(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_segments_are_names_and_no_paths(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    owner = owner_of(uuid.uuid4().hex, tmp_path / "absent")
+    owner.segments = [str(victim), os.path.relpath(victim, owned.SHM), "", ".."]
+    owner.write(tmp_path)
+    assert owned.sweep(tmp_path) == [] and victim.exists()
+
+
+def test_a_relative_tmpdir_gives_an_absolute_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", ".")
+    folder = owned.make_folder("r")
+    assert folder.is_absolute() and folder.parent == tmp_path
+    assert owned.folder_refusal(owned.Owner("r", 1, 0.0, str(folder))) is None
