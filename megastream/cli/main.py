@@ -9,9 +9,11 @@ import typer
 
 from megastream import __version__
 from megastream.cli.plan import plan_command
+from megastream.cli.train import train_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("plan")(plan_command)
+app.command("train")(train_command)
 
 
 def _version(wanted: bool) -> None:

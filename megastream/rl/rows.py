@@ -1,0 +1,74 @@
+"""Training sequences by number: the same number is the same sequence, whatever the layout and however often resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megastream.rl.data import example, read_pairs
+
+_EDGE_BYTES = 1 << 24
+
+
+class Rows:
+    """The tokens of a file, cut into sequences; every epoch in another order, which follows from the seed.
+
+    ValueError names the file when it has no tokens for one sequence, or is of no known kind.
+    """
+
+    def __init__(self, file: Path, seq_length: int, vocab: int, seed: int) -> None:
+        self._file, self._length, self._vocab, self._seed = file, seq_length, vocab, seed
+        self._tokens = _tokens(file)
+        self.count = (len(self._tokens) - 1) // seq_length
+        if self.count < 1:
+            raise ValueError(
+                f"{file} holds {len(self._tokens)} tokens; data.seq_length = {seq_length} needs one more than that"
+            )
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def facts(self) -> dict[str, Any]:
+        """What makes two files the same for a training that resumes: size, and the bytes of both ends."""
+        digest = xxhash.xxh3_64()
+        with self._file.open("rb") as file:
+            digest.update(file.read(_EDGE_BYTES))
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _EDGE_BYTES))
+            digest.update(file.read())
+        return {"file_bytes": size, "file_digest": digest.hexdigest(), "seq_length": self._length}
+
+    def take(self, first: int, count: int) -> np.ndarray:
+        """Sequences first, first + 1, ...: int64 [count, seq_length + 1]. ValueError names an id too high."""
+        starts = np.array([self._index(number) for number in range(first, first + count)]) * self._length
+        rows = np.asarray(self._tokens[starts[:, None] + np.arange(self._length + 1)], dtype=np.int64)
+        if rows.min() < 0 or rows.max() >= self._vocab:
+            worst = int(rows.max() if rows.max() >= self._vocab else rows.min())
+            raise ValueError(f"{self._file} holds token {worst}; the model's vocabulary has {self._vocab}")
+        return rows
+
+    def step(self, first: int, batch: int, micro: int, replica: int, replicas: int) -> Iterator[np.ndarray]:
+        """The micro-batches of one replica, of a step that begins at sequence `first` and has `batch` in all."""
+        mine = batch // replicas
+        for begin in range(first + replica * mine, first + (replica + 1) * mine, micro):
+            yield self.take(begin, micro)
+
+    def _index(self, number: int) -> int:
+        epoch, within = divmod(number, self.count)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng((self._seed, epoch)).permutation(self.count)
+        return int(self._order[within])
+
+
+def _tokens(file: Path) -> np.ndarray:
+    if file.suffix == ".npy":
+        tokens: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"{file} holds {tokens.dtype} of shape {tokens.shape}; give one row of token ids")
+        return tokens
+    if file.suffix == ".jsonl":
+        return np.array([token for pair in read_pairs(file) for token in example(pair)], dtype=np.int64)
+    raise ValueError(f"{file} is neither .jsonl (question and answer pairs) nor .npy (one row of token ids)")

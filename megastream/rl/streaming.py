@@ -1,0 +1,95 @@
+"""The engine side of a training that may have no engine: attach, and what surrounds a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megastream.control.redis_log import RedisLog
+from megastream.protocol.control import ControlError
+from megastream.rl.train_config import TrainConfig
+from megastream.rl.watermark import Watermark
+from megastream.sync import TrainerSettings, TrainerSync
+from megastream.trainer.adapter import MegatronAdapter
+from megastream.trainer.agreement import together
+from megastream.trainer.stepper import Listener
+
+WATERMARK_FILE = "versions.json"
+
+
+class Streaming:
+    """One per rank and start; every rank makes the same calls. Without a `stream` section all of them do nothing."""
+
+    def __init__(self, config: TrainConfig, adapter: MegatronAdapter, launch: str) -> None:
+        self._config, self._adapter, self._launch = config, adapter, launch
+        self._log: RedisLog | None = None
+        self._sync: TrainerSync | None = None
+        self._watermark: Watermark | None = None
+
+    @property
+    def version(self) -> int:
+        """The newest version that this training made; -1 without an engine."""
+        return self._sync.next_version - 1 if self._sync is not None else -1
+
+    def attach(self, train_step: int) -> None:
+        """Binds to the engine and pushes the weights as they are now, numbered above all that was ever published.
+
+        So an engine has the weights of a resumed training before its first step. Blocks; a deadline ends it.
+        """
+        stream, deadlines = self._config.stream, self._config.deadlines
+        if stream is None:
+            return
+        with together(ControlError, ValueError, OSError):
+            self._log = RedisLog(stream.control_url, self._config.run.id, reconnect_s=deadlines.reconnect_s)
+            if dist.get_rank() == 0:
+                self._watermark = Watermark(Path(self._config.run.folder) / WATERMARK_FILE)
+                self._watermark.lift(self._log)
+                self._watermark.reserve(self._log.highest_version() + 2)  # the base, and the first step's
+        settings = TrainerSettings(
+            launch=f"{self._config.run.id}-{self._launch}",
+            engine=stream.engine,
+            finality=self._config.finality,
+            piece_bytes=int(stream.piece_mib * 2**20),
+            experts_per_unit=self._config.experts_per_unit,
+            slots_per_target=stream.slots_per_target,
+            ready_s=deadlines.start_s,
+            bind_s=deadlines.attach_s,
+            attach_s=deadlines.attach_s,
+            transfer_s=deadlines.step_s,
+            detach_s=deadlines.step_s,
+        )
+        self._sync = TrainerSync(
+            self._log, rank=dist.get_rank(), world_size=dist.get_world_size(), trainer=self._adapter, settings=settings
+        )
+        self._sync.attach("stream", train_step=train_step)
+
+    @property
+    def listener(self) -> Listener:
+        """For the stepper: what it says goes to the engine, or nowhere."""
+        return self._sync.listener if self._sync is not None else Listener(lambda bucket: None)
+
+    def end(self, ok: bool) -> int | None:
+        """After the optimizer step: its version, or None when the step did not count or there is no engine."""
+        if self._sync is None or not ok:
+            return None
+        self._sync.accept()
+        self._sync.finish()
+        if self._watermark is not None:
+            self._watermark.reserve(self._sync.next_version)  # nobody can see it yet
+        return self.version
+
+    def finished(self) -> None:
+        """After the last step: waits until the engine has its version, then ends the attachment."""
+        if self._sync is not None:
+            self._sync.wait_committed(self.version, self._config.deadlines.step_s)
+            self._sync.finished(f"{self._config.run.steps} steps are done")
+
+    def close(self) -> None:
+        """Idempotent. Without `finished` before, the engine is told that this trainer left."""
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None

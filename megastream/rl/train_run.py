@@ -1,0 +1,294 @@
+"""The training of `megastream train` on one rank: from weights or a checkpoint, with or without an engine."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megastream.families import family_of, load_shape
+from megastream.rl.job import LineLog
+from megastream.rl.rows import Rows
+from megastream.rl.schedule import learning_rate
+from megastream.rl.streaming import Streaming
+from megastream.rl.train_config import NEWEST, NONE, TrainConfig
+from megastream.trainer.adapter import MegatronAdapter, mesh_coords
+from megastream.trainer.agreement import AgreedError, gather, together
+from megastream.trainer.checkpoint import Checkpointer
+from megastream.trainer.checkpoint_types import CheckpointSettings, Resumed, Saved
+from megastream.trainer.config import TrainerConfig, check_layout
+from megastream.trainer.model import TokenBatch, build, start_process_group, train_step
+from megastream.trainer.policies import consequences
+from megastream.trainer.stepper import StepResult
+
+LOG_FILE = "train.jsonl"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of a trainer, and where the ranks meet: an `init_method` of torch.distributed."""
+
+    rank: int
+    world_size: int
+    init_method: str
+
+
+@dataclass
+class Trainer:
+    """What a rank has once it is up. `step` counts optimizer steps from 0, `sequences` those that were trained on."""
+
+    config: TrainConfig
+    launch: str
+    rows: Rows
+    chunks: list[Any]
+    optimizer: Any
+    adapter: MegatronAdapter
+    checkpoints: Checkpointer | None
+    lines: LineLog | None
+    step: int = 0
+    sequences: int = 0
+    skipped: int = 0
+    coords: dict[str, int] = field(default_factory=mesh_coords)
+
+    def say(self, **line: Any) -> None:
+        """One line of the log, on rank 0."""
+        if self.lines is not None:
+            self.lines.write(**line)
+
+
+def train(config: TrainConfig, place: Place) -> None:
+    """Blocks until `run.steps` are done. Every rank calls it.
+
+    AgreedError, with the same words on all ranks, for whatever is found wrong before the first step; later errors are
+    those of the rank that has them.
+    """
+    trainer = start(config, place)
+    try:
+        _begin(trainer)
+        streaming = Streaming(config, trainer.adapter, trainer.launch)
+        try:
+            streaming.attach(trainer.step)
+            _run(trainer, streaming)
+        finally:
+            streaming.close()
+        _publish(trainer, wait=True)
+        trainer.say(kind="end", step=trainer.step, unix_s=time.time())
+        dist.barrier()
+    finally:
+        if trainer.checkpoints is not None:
+            trainer.checkpoints.close()
+        if trainer.lines is not None:
+            trainer.lines.close()
+    dist.destroy_process_group()
+
+
+def start(config: TrainConfig, place: Place) -> Trainer:
+    """Model, optimizer and data of this rank, still with random weights. Collective."""
+    if place.world_size != config.ranks:
+        raise AgreedError(
+            f"{place.world_size} ranks were started, the file's rendezvous has {config.ranks}; make the two equal"
+        )
+    torch.set_num_threads(1)
+    try:
+        shape = load_shape(Path(config.weights))
+        settings = config.trainer(shape)
+        check_layout(settings, place.world_size)
+    except (ValueError, OSError) as error:
+        raise AgreedError(f"weights {config.weights}: {error}") from error
+    start_process_group(
+        settings,
+        rank=place.rank,
+        world_size=place.world_size,
+        init_method=place.init_method,
+        deadline_s=config.deadlines.step_s,
+    )
+    with together(ValueError, OSError):
+        rows = Rows(Path(config.data.file), config.data.seq_length, shape.vocab, config.run.seed)
+        facts = {**_facts(config, settings), "data": rows.facts()}
+    with together(ValueError):
+        chunks, optimizer = build(settings)
+        adapter = MegatronAdapter(
+            chunks,
+            optimizer,
+            family_of(shape),
+            shape,
+            bucket_elements=config.bucket_elements,
+            finality=config.finality,
+            experts_per_unit=config.experts_per_unit,
+            ownership=config.ownership,
+        )
+    launch = gather(secrets.token_hex(4))[0]
+    lines = None
+    with together(OSError):
+        if place.rank == 0:
+            Path(config.run.folder).mkdir(parents=True, exist_ok=True)
+            lines = LineLog(Path(config.run.folder) / LOG_FILE)
+    return Trainer(
+        config, launch, rows, chunks, optimizer, adapter, _checkpointer(config, chunks, optimizer, launch, facts), lines
+    )
+
+
+def _facts(config: TrainConfig, settings: TrainerConfig) -> dict[str, Any]:
+    """What a resumed training must share; JSON data."""
+    names = (
+        "layers hidden heads kv_groups head_dim experts top_k expert_ffn vocab tied qk_norm qkv_bias norm_top_k "
+        "shared_ffn rope_theta norm_eps dtype"
+    )
+    optimizer = {name: getattr(config.optimizer, name) for name in config.optimizer.__struct_fields__}
+    return {
+        "model": {name: getattr(settings, name) for name in names.split()},
+        "optimizer": optimizer,
+        "batch": {"global_sequences": config.batch.global_sequences},
+        "run": {"seed": config.run.seed},
+    }
+
+
+def _checkpointer(
+    config: TrainConfig, chunks: list[Any], optimizer: Any, launch: str, facts: dict[str, Any]
+) -> Checkpointer | None:
+    if config.checkpoint is None:
+        return None
+    settings = CheckpointSettings(keep=config.checkpoint.keep, deadline_s=config.deadlines.save_s, launch=launch)
+    layout = {name: size for name, size in mesh_coords().items() if name.endswith("_size")}
+    layout["vpp_size"] = config.layout.vpp or 1
+    return Checkpointer(chunks, optimizer, config.checkpoint_folder, settings, facts=facts, layout=layout)
+
+
+def _begin(trainer: Trainer) -> None:
+    """Loads where to begin: a checkpoint, or the Hugging Face weights."""
+    resumed, swept = _load(trainer) if trainer.checkpoints is not None else (None, [])
+    if resumed is None:
+        with together(ValueError, OSError):
+            trainer.adapter.load_hf(trainer.config.weights)
+    elif not resumed.weights_only:
+        trainer.step, trainer.sequences = resumed.step, resumed.state["sequences"]
+        trainer.skipped = resumed.state["skipped"]
+    trainer.say(
+        kind="start",
+        launch=trainer.launch,
+        step=trainer.step,
+        resumed=None if resumed is None else str(resumed.path),
+        refused=[] if resumed is None else list(resumed.refused),
+        swept=swept,
+        same_layout=resumed is not None and resumed.same_layout,
+        ranks=trainer.config.ranks,
+        unix_s=time.time(),
+    )
+    if trainer.lines is not None:
+        _print_start(trainer, resumed)
+
+
+def _print_start(trainer: Trainer, resumed: Resumed | None) -> None:
+    config = trainer.config
+    for reason in resumed.refused if resumed is not None else ():
+        print(f"megastream: passed over: {reason}", file=sys.stderr)
+    policy = consequences(config.finality, config.optimizer.clip_grad, config.max_abort_rate)
+    print(f"megastream: {policy}", file=sys.stderr)
+    begin = config.weights if resumed is None else resumed.path
+    print(f"megastream: step {trainer.step} of {config.run.steps}, from {begin}", file=sys.stderr)
+
+
+def _load(trainer: Trainer) -> tuple[Resumed | None, list[str]]:
+    section = trainer.config.checkpoint
+    assert trainer.checkpoints is not None and section is not None
+    swept = trainer.checkpoints.open()
+    if section.load == NONE:
+        trainer.checkpoints.refuse_any()
+        return None, swept
+    which = None if section.load == NEWEST or section.weights_only else Path(section.load)
+    resumed = trainer.checkpoints.load(which, allow_changed=section.allow_changed)
+    if resumed is None and section.weights_only:
+        others = ("optimizer", "batch", "run", "data")
+        resumed = trainer.checkpoints.load(Path(section.load), allow_changed=others, weights_only=True)
+    return resumed, swept
+
+
+def _run(trainer: Trainer, streaming: Streaming) -> None:
+    config = trainer.config
+    stepper = trainer.adapter.stepper(config.finality, streaming.listener, max_abort_rate=config.max_abort_rate)
+    while trainer.step < config.run.steps:
+        begin = time.perf_counter()
+        rate = learning_rate(config.optimizer, trainer.step)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = rate
+        loss = _forward_backward(trainer)
+        result = stepper.step()
+        version = streaming.end(result.ok)
+        trainer.step += 1
+        trainer.sequences += config.batch.global_sequences
+        trainer.skipped += not result.ok
+        _write_step(trainer, result, loss, rate, version, begin)
+        _save(trainer, streaming.version)
+        _publish(trainer)
+    stepper.close()
+    streaming.finished()
+
+
+def _forward_backward(trainer: Trainer) -> float | None:
+    config, coords = trainer.config, trainer.coords
+    micro = config.batch.micro_sequences
+    return train_step(
+        trainer.chunks,
+        _micro_batches(trainer),
+        num_microbatches=config.batch.global_sequences // (coords["dp_size"] * micro),
+        seq_length=config.data.seq_length,
+        micro_batch_size=micro,
+    )
+
+
+def _micro_batches(trainer: Trainer) -> Iterator[TokenBatch]:
+    batch, coords = trainer.config.batch, trainer.coords
+    rows = trainer.rows.step(
+        trainer.sequences, batch.global_sequences, batch.micro_sequences, coords["dp"], coords["dp_size"]
+    )
+    return (TokenBatch(torch.from_numpy(tokens)) for tokens in rows)
+
+
+def _write_step(
+    trainer: Trainer, result: StepResult, loss: float | None, rate: float, version: int | None, begin: float
+) -> None:
+    """Every rank calls it: the loss is the mean over the replicas."""
+    mine = loss if loss is not None and trainer.coords["tp"] == 0 else None
+    losses = [part for part in gather(mine) if part is not None]
+    trainer.say(
+        kind="step",
+        step=trainer.step,
+        loss=sum(losses) / len(losses),
+        grad_norm=result.grad_norm,
+        learning_rate=rate,
+        ok=result.ok,
+        version=version,
+        step_ms=(time.perf_counter() - begin) * 1e3,
+    )
+
+
+def _save(trainer: Trainer, version: int) -> None:
+    section = trainer.config.checkpoint
+    if trainer.checkpoints is None or section is None:
+        return
+    if trainer.step % section.every_steps == 0 or trainer.step == trainer.config.run.steps:
+        _publish(trainer, wait=True)
+        trainer.say(kind="save", step=trainer.step, unix_s=time.time())
+        state = {"sequences": trainer.sequences, "skipped": trainer.skipped, "version": version}
+        trainer.checkpoints.save(trainer.step, state)
+
+
+def _publish(trainer: Trainer, *, wait: bool = False) -> None:
+    saved: Saved | None = trainer.checkpoints.poll(wait=wait) if trainer.checkpoints is not None else None
+    if saved is not None:
+        trainer.say(
+            kind="saved",
+            step=saved.step,
+            path=str(saved.path),
+            bytes=saved.num_bytes,
+            blocked_ms=1e3 * saved.blocked_s,
+            total_ms=1e3 * saved.total_s,
+            removed=list(saved.removed),
+        )

@@ -1,0 +1,121 @@
+"""`megastream train` as people start it: once on every node. Two nodes are two launchers on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.small_run import ROOT, wait_for
+from tests.helpers.train_job import STEPS, job, lines, run, trace, whole_checkpoints, write_config, write_files
+
+END_S = 200.0
+
+
+def free_address() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+def start(path: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megastream.cli.main", "train", str(path)]
+    return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
+def end(launchers: list[subprocess.Popen[str]]) -> list[tuple[int, list[str]]]:
+    """Exit code and what `megastream` itself said, of each launcher."""
+    ends = []
+    try:
+        for launcher in launchers:
+            _, said = launcher.communicate(timeout=END_S)
+            if launcher.returncode not in (0, 1):
+                raise AssertionError(said)
+            ends.append((launcher.returncode, [line for line in said.splitlines() if line.startswith("megastream: ")]))
+            print(said)  # shown when the test fails
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
+    return ends
+
+
+def nodes(tmp_path: Path, count: int = 2, **changes: Any) -> list[subprocess.Popen[str]]:
+    """All launchers of one run, each with the same file."""
+    meeting = {"nodes": count, "ranks_per_node": 4 // count, "address": free_address()}
+    path = write_config(tmp_path, job(tmp_path, rendezvous=meeting, **changes))
+    return [start(path) for _ in range(count)]
+
+
+def rank_processes(path: Path) -> list[int]:
+    """Ranks of the run, by their command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"megastream.rl.torchrun" in words and str(path).encode() in words:
+            found.append(int(entry.parent.name))
+    return sorted(found)
+
+
+@pytest.mark.full
+def test_two_nodes_train_what_one_trains(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        write_files(folder)
+    assert run(job(one, run__steps=3)) == [""] * 4
+    ends = end(nodes(two, run__steps=3))
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert trace(two) == trace(one) and len(trace(two)) == 3
+    said = [line for _, spoken in ends for line in spoken]
+    assert said[1:] == [f"megastream: step 0 of 3, from {two / 'weights'}"], "rank 0 only"
+    assert "finality pipelined, clipping at 0.5: a bucket leaves once" in said[0]
+
+
+@pytest.mark.full
+def test_a_node_that_loses_a_rank_ends_the_run_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    """The same run id and folder again: nothing of the first start is in the way."""
+    write_files(tmp_path)
+    launchers = nodes(tmp_path, run__steps=400)
+    path = tmp_path / "train.yaml"
+    wait_for("a checkpoint", lambda: any(line["kind"] == "saved" for line in lines(tmp_path)), 60)
+    os.kill(rank_processes(path)[-1], signal.SIGKILL)
+    ends = end(launchers)
+    assert all(code == 1 for code, _ in ends), ends
+    wait_for("all ranks to end", lambda: not rank_processes(path), 20)
+    newest = whole_checkpoints(tmp_path)[-1]
+    ends = end(nodes(tmp_path, run__steps=newest + 2))
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert [line["step"] for line in lines(tmp_path) if line["kind"] == "start"] == [0, newest]
+    assert all(len(values) == 1 for values in trace(tmp_path).values()), "a repeated step gives the same again"
+
+
+@pytest.mark.full
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    launchers = nodes(tmp_path, 1, run__steps=400)
+    wait_for("a step", lambda: bool(trace(tmp_path)), 60)
+    launchers[0].kill()
+    wait_for("all ranks to end", lambda: not rank_processes(tmp_path / "train.yaml"), 20)
+    end(launchers)
+
+
+@pytest.mark.full
+def test_a_bad_checkpoint_is_one_line_of_rank_0_and_everybody_stops(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    assert run(job(tmp_path, run__steps=2)) == [""] * 4
+    next((tmp_path / "run" / "checkpoints" / "step_00000002").glob("*.distcp")).unlink()
+    ends = end(nodes(tmp_path))
+    assert all(code == 1 for code, _ in ends), ends
+    said = [line for _, spoken in ends for line in spoken if "ended first" not in line]
+    assert len(said) == 1 and ".distcp is missing" in said[0], ends
+    assert len(trace(tmp_path)) == 2 < STEPS

@@ -1,0 +1,144 @@
+"""`megastream train` with an engine: what is live after a resume, and under which number.
+
+The engine is the fake one, over a real control plane and real lanes; the trainer is real.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megastream.control.embedded import EmbeddedServer
+from megastream.control.redis_log import RedisLog
+from megastream.engine.agent import RankAgent
+from megastream.engine.coordinator import Coordinator
+from megastream.engine.settings import EngineSettings
+from megastream.families import family_of, load_shape
+from megastream.layout.mesh import parse_engine_mesh
+from megastream.layout.shard import RankLayout
+from megastream.layout.synthetic import engine_layouts
+from megastream.protocol.records import Accepted, Attached, Committed, Record
+from megastream.transport.gloo import GlooReceiver
+from tests.helpers.fake_engine import FakeCore, FakeLive
+from tests.helpers.synthetic import empty_buffers, region
+from tests.helpers.train_job import begin, job, lines, run, write_files
+
+SETTINGS = EngineSettings(bind_s=40, transfer_s=20, liveness_s=40, commit_s=20, detach_s=20, poll_s=0.05)
+
+
+class Live(FakeLive):
+    """Serves a Hugging Face checkpoint; remembers a digest of its bytes after each commit."""
+
+    def __init__(self, layout: RankLayout, weights: dict[str, torch.Tensor]) -> None:
+        self.layout, self.buffers, self.break_commits = layout, empty_buffers(layout), 0
+        self.history: list[str] = []
+        for shard in layout.shards:
+            box = tuple(slice(low, high) for low, high in zip(shard.box.lo, shard.box.hi, strict=True))
+            region(self.buffers[shard.buffer], shard).copy_(weights[shard.tensor][box])
+
+    def describe_whole(self) -> RankLayout:
+        return self.layout
+
+    def commit(self, prepared: dict[str, torch.Tensor]) -> None:
+        super().commit(prepared)
+        total = hashlib.sha256()
+        for _, tensor in sorted(self.buffers.items()):
+            total.update(tensor.view(torch.uint8).numpy().data)
+        self.history.append(total.hexdigest())
+
+
+@contextmanager
+def engine(url: str, name: str, weights: Path) -> Iterator[list[Live]]:
+    """Two pipeline stages that serve `weights`, up and waiting for a trainer."""
+    shape = load_shape(weights)
+    tensors = load_file(weights / "model.safetensors")
+    lives = [Live(layout, tensors) for layout in engine_layouts(family_of(shape), shape, parse_engine_mesh("pp2"))]
+    with ExitStack() as open_things:
+
+        def log() -> RedisLog:
+            found = RedisLog(url, "test", reconnect_s=5)
+            open_things.callback(found.close)
+            return found
+
+        agents = []
+        for rank, live in enumerate(lives):
+            receiver = GlooReceiver("127.0.0.1")
+            open_things.callback(receiver.close)
+            agents.append(
+                RankAgent(log(), engine=name, rank=rank, world_size=2, live=live, receiver=receiver, settings=SETTINGS)
+            )
+            open_things.callback(agents[-1].close)
+        core = FakeCore(agents)
+        open_things.callback(core.close)
+        coordinator = Coordinator(log(), engine=name, world_size=2, core=core, settings=SETTINGS)
+        open_things.callback(coordinator.close)
+        for agent in agents:
+            agent.start()
+        coordinator.start()
+        yield lives
+
+
+def records(url: str) -> list[Record]:
+    log, found, after = RedisLog(url, "test", reconnect_s=5), [], "0"
+    while entries := log.read(after, 0.1):
+        found += [record for _, record in entries]
+        after = entries[-1][0]
+    log.close()
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [pytest.param(True, id="control plane lost too"), pytest.param(False, id="same")])
+def test_a_fresh_engine_has_the_resumed_weights_before_the_first_step(tmp_path: Path, lost: bool) -> None:
+    write_files(tmp_path)
+    weights = tmp_path / "weights"
+    with ExitStack() as servers:
+        first = servers.enter_context(EmbeddedServer(tmp_path / "s1"))
+        with engine(first.url, "one", weights) as before:
+            assert run(job(tmp_path, run__steps=4, stream__control_url=first.url)) == [""] * 4
+        published = [r.version for r in records(first.url) if isinstance(r, Committed | Attached)]
+        assert published[0] == 0 and max(published) == 4, "a fresh run begins with the checkpoint that is served"
+        second = servers.enter_context(EmbeddedServer(tmp_path / "s2")) if lost else first
+        with engine(second.url, "two", weights) as after:
+            assert run(job(tmp_path, run__steps=6, stream__control_url=second.url)) == [""] * 4
+        found = [record for record in records(second.url)]
+    own: list[Any] = found if lost else [r for r in found if getattr(r, "attachment", "") == "i2"]
+    attached = next(r for r in own if isinstance(r, Attached))
+    accepted = [r for r in own if isinstance(r, Accepted)]
+    assert attached.engine == "two" and attached.replaced and attached.version > max(published)
+    assert [(r.version - attached.version, r.train_step) for r in accepted] == [(0, 4), (1, 5), (2, 6)]
+    assert own.index(attached) < own.index(accepted[1]), "live before the first step is accepted"
+    for one, other in zip(before, after, strict=True):
+        assert other.history[0] == one.history[-1], "what was live when the training was interrupted"
+        assert len(set(other.history)) == len(other.history) >= 2
+    steps = [line for line in lines(tmp_path) if line["kind"] == "step"]
+    assert [line["version"] for line in steps[4:]] == [attached.version + 1, attached.version + 2]
+
+
+@pytest.mark.full
+def test_an_engine_that_comes_last_is_waited_for(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    with EmbeddedServer(tmp_path / "s") as server:
+        trainer = begin(job(tmp_path, run__steps=2, stream__control_url=server.url), tmp_path / "ranks")
+        trainer.wait_for(lambda: any(line["kind"] == "start" for line in lines(tmp_path)), 40)
+        with engine(server.url, "late", tmp_path / "weights") as lives:
+            assert trainer.wait(60) == [0] * 4
+        assert all(live.history for live in lives)
+
+
+@pytest.mark.full
+def test_an_engine_that_never_comes_ends_the_training_with_one_word(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    with EmbeddedServer(tmp_path / "s") as server:
+        trainer = begin(job(tmp_path, deadlines__start_s=2, stream__control_url=server.url), tmp_path / "ranks")
+        codes = trainer.wait(40)
+        assert None not in codes and all(codes)
+        said = (tmp_path / "ranks" / "0.log").read_text()
+    assert "trainer rank 0 waited 2 s for all ranks of an engine to come up" in said
