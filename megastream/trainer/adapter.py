@@ -19,7 +19,7 @@ from megastream.layout.trainer import Ownership, TrainerParam, trainer_rank_layo
 from megastream.trainer import compat
 from megastream.trainer.buckets import BUCKET_ELEMENTS, cut
 from megastream.trainer.compat_grads import late_params
-from megastream.trainer.finality import make_stepper
+from megastream.trainer.finality import make_stepper, refuse_finality
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, is_streamed
 from megastream.trainer.refusals import refuse_unsupported
 from megastream.trainer.stepper import Listener, Stepper, Trained
@@ -43,8 +43,8 @@ class MegatronAdapter:
     Buckets end at `bucket_elements`; for a `finality` that streams out of the backward also where a unit ends, so that
     a unit is final as early as it can be. Both sizes are those of the run. With `ownership` "slice" each data-parallel
     rank sends what it steps, before parameters are gathered; with "replica" any of them sends, after it.
-    UnsupportedTrainer names a version or a setting under which it is not known when a weight is final, ValueError a
-    parameter that the family has no rule for.
+    UnsupportedTrainer names a version or a setting under which it is not known when a weight is final, also for the
+    chosen `finality` alone; ValueError a parameter that the family has no rule for.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class MegatronAdapter:
         self.library = f"megatron-core {compat.check_version()}"
         compat.install()
         refuse_unsupported(chunks, optimizer)
+        refuse_finality(finality, chunks, optimizer)
         self._chunks, self._optimizer, self.family, self._shape = chunks, optimizer, family, shape
-        self._coords, self._ownership = mesh_coords(), ownership
+        self._coords, self._ownership, self._finality = mesh_coords(), ownership, finality
         local_experts = shape.num_experts // self._coords["ep_size"]
         self._names = {
             param: name for chunk in chunks for name, param in _canonical_params(chunk, local_experts, self._coords)
@@ -107,7 +108,15 @@ class MegatronAdapter:
         )
 
     def stepper(self, finality: Finality, listener: Listener, *, max_abort_rate: float = MAX_ABORT_RATE) -> Stepper:
-        """What replaces `optimizer.step()`; it tells `listener` of this rank's buckets. See `make_stepper`."""
+        """What replaces `optimizer.step()`; it tells `listener` of this rank's buckets. See `make_stepper`.
+
+        UnsupportedTrainer when buckets of this adapter do not end where such a policy needs it.
+        """
+        if is_streamed(finality) and not is_streamed(self._finality):
+            raise compat.UnsupportedTrainer(
+                f"finality {finality!r} steps out of the backward, but the buckets of this adapter were cut for "
+                f"{self._finality!r}; make it with MegatronAdapter(..., finality={finality!r})"
+            )
         slices = self._ownership == "slice"
         trained = Trained(self._chunks, self._optimizer, self._buckets, self._names.__getitem__, slices)
         return make_stepper(finality, trained, listener, max_abort_rate=max_abort_rate)

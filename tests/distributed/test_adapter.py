@@ -172,11 +172,15 @@ def _refusals_body(rank: int, world_size: int, init_method: str, config: Trainer
     refused(lambda: adapter.load_hf(f"{folder}/empty"))
     refused(lambda: adapter.load_hf(f"{folder}/short"))
     refused(lambda: adapter.load_hf(f"{folder}/small"))
-    refused(lambda: adapter.stepper("early", Listener(print)))
     refused(lambda: adapter.stepper("never", Listener(print)))  # type: ignore[arg-type]
-    chunks[0].config.calculate_per_token_loss = True
     refused(lambda: adapter.stepper("speculative", Listener(print)))
+    adapter.stepper("whole", Listener(print)).close()
+    refused(lambda: MegatronAdapter(chunks, optimizer, adapter.family, shape, finality="early"))
+    chunks[0].config.calculate_per_token_loss = True
+    refused(lambda: MegatronAdapter(chunks, optimizer, adapter.family, shape, finality="speculative"))
     chunks[0].config.calculate_per_token_loss = False
+    adapter = MegatronAdapter(chunks, optimizer, adapter.family, shape, finality="speculative")
+    refused(lambda: adapter.stepper("early", Listener(print)))
     first = adapter.stepper("speculative", Listener(print))
     refused(lambda: adapter.stepper("speculative", Listener(print)))
     first.close()
@@ -208,9 +212,11 @@ def test_refusals_name_the_thing(tmp_path: Path) -> None:
             "no *.safetensors file",
             "has no tensor model.norm.weight, which rank 0 trains",
             "lm_head.weight in",
-            "finality 'early' cannot clip, but the clipping norm is 1: .*use 'speculative', which takes such",
             "finality policy 'never' is unknown; use whole, pipelined, speculative, early",
+            r"finality 'speculative' .* were cut for 'pipelined'; make it with MegatronAdapter\(..., finality='specul",
+            "finality 'early' cannot clip, but the clipping norm is 1: .*use 'speculative', which takes such",
             "TransformerConfig.calculate_per_token_loss=True is not supported with finality 'speculative'",
+            "finality 'early' cannot clip",
             "gradients of this model are already streamed by another stepper; close it first",
             "OptimizerConfig.loss_scale=128.0 is not supported",
             "OptimizerConfig.optimizer='muon' is not supported",
