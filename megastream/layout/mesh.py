@@ -32,8 +32,11 @@ class Mesh:
         return self.tp * self.cp * self.dp * self.pp
 
     def __str__(self) -> str:
-        sizes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1 or axis == "tp"]
-        return " ".join(sizes) + (f" stages {','.join(map(str, self.stages))}" if self.stages else "")
+        """In the syntax of layout strings: parsed again, it is this mesh."""
+        usual = {"tp": 0, "etp": self.tp}  # tp is always said
+        sizes = {axis: size for axis in AXES if (size := getattr(self, axis)) != usual.get(axis, 1)}
+        stages = f"({','.join(map(str, self.stages))})" if self.stages else ""
+        return " ".join(f"{axis}{size}{stages if axis == 'pp' else ''}" for axis, size in sizes.items())
 
 
 def coords_cut(coords: Mapping[str, int], axis: str) -> Cut:

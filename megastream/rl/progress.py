@@ -58,6 +58,8 @@ class Progress:
         self._said: set[str] = set()
 
     def __enter__(self) -> Progress:
+        if not self._console.is_terminal:
+            self._console.print("    0 s  the engine and the trainer ranks start")
         self._live.__enter__()
         return self
 
@@ -94,6 +96,11 @@ class Progress:
         for words, key in ROWS:
             table.add_row(words, *(_figure(summary[mode].get(key)) for mode in modes))
         self._console.print(table)
+        same = summary["same_training"]
+        self._console.print(
+            f"bit for bit the same training in {', '.join(same['passes'])}: losses, norms and final parameters of "
+            f"{same['steps']} steps on {same['ranks']} ranks"
+        )
         self._console.print(f"results: {self._job.results}")
 
     def _draw(self) -> None:
@@ -101,7 +108,8 @@ class Progress:
         table = Table("pass", "steps", "version", "MiB an update", "stall ms", "loss")
         for one in self._passes:
             table.add_row(*self._row(one, losses.get(one.name, [])))
-        elapsed = Text(f"{time.monotonic() - self._begin:.0f} s; logs and results: {self._job.results}")
+        doing = "" if losses else "the engine and the trainer ranks start; "
+        elapsed = Text(f"{time.monotonic() - self._begin:.0f} s; {doing}logs and results: {self._job.results}")
         self._live.update(Group(table, elapsed), refresh=self._console.is_terminal)
         if not self._console.is_terminal:
             self._say_new_passes(losses)
@@ -119,10 +127,20 @@ class Progress:
         )
 
     def _say_new_passes(self, losses: dict[str, list[float]]) -> None:
-        """Without a terminal: one line when a pass begins to train."""
-        for name in losses.keys() - self._said:
-            self._said.add(name)
-            self._console.print(f"{time.monotonic() - self._begin:5.0f} s  pass {name} trains")
+        """Without a terminal: one line when a pass begins to train, which says how the one before it ended."""
+        for one in self._passes:
+            if one.name not in losses or one.name in self._said:
+                continue
+            self._said.add(one.name)
+            ended = [self._row(other, losses[other.name]) for other in self._passes if other.name in losses][:-1]
+            before = ""
+            if ended:
+                name, steps, version, mib, stall, loss = ended[-1]
+                streamed = f", version {version}, {mib} MiB an update, stall {stall or '-'} ms" if version else ""
+                before = f" (before it {name}: {steps} steps{streamed}, loss {loss})"
+            self._console.print(
+                f"{time.monotonic() - self._begin:5.0f} s  pass {one.name} trains{before}", soft_wrap=True
+            )
 
 
 def _losses(folder: Path) -> dict[str, list[float]]:
@@ -140,4 +158,4 @@ def _losses(folder: Path) -> dict[str, list[float]]:
 def _figure(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+    return f"{value:,.2f}" if isinstance(value, float) and not value.is_integer() else f"{value:,.0f}"

@@ -41,6 +41,11 @@ def write_summary(job: Job) -> dict[str, Any]:
             "unused": engine["unused"],
             "padding": engine["padding"],
         },
+        "same_training": {
+            "passes": [one.name for one in passes_of(config)],
+            "steps": len({(line["name"], line["step"]) for line in files.trainer if line["kind"] == "step"}),
+            "ranks": config.trainer.ranks,
+        },
         "libraries": {name: _installed(name) for name in LIBRARIES},
     }
     passes = {one.name: one for one in passes_of(config)}

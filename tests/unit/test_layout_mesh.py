@@ -118,3 +118,17 @@ def test_engine_ranks() -> None:
         (1, 0, 0, 1),
         (1, 1, 1, 1),
     ]
+
+
+@pytest.mark.parametrize(
+    "text", ["tp1", "tp2 etp1 ep8 dp4 pp2", "tp4 etp1 ep4 dp4", "tp2 pp2(25,23)", "tp1 cp2 ep4 dp2", "tp2 dp2 pp2 vpp3"]
+)
+def test_a_printed_trainer_layout_is_read_back(text: str) -> None:
+    mesh = parse_trainer_mesh(text)
+    assert parse_trainer_mesh(str(mesh)) == mesh and str(mesh) == text
+
+
+@pytest.mark.parametrize("text", ["tp1", "tp4 pp2", "tp4 etp1 ep4", "tp2 pp2(3,1)"])
+def test_a_printed_engine_layout_is_read_back(text: str) -> None:
+    mesh = parse_engine_mesh(text)
+    assert parse_engine_mesh(str(mesh)) == mesh and str(mesh) == text
