@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import msgspec
+
+from megastream.control.login import split_login
 from megastream.control.redis_log import RedisLog
 from megastream.engine.agent import RankAgent
 from megastream.engine.coordinator import Coordinator
@@ -27,6 +31,9 @@ from megastream.engine.vllm.worker import Agent
 from megastream.transport.gloo import GlooReceiver
 
 logger = logging.getLogger("vllm.megastream")
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_LONGEST_RECONNECT_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +62,59 @@ class PluginSettings:
 
 
 def read_settings(vllm_config: Any, *, pin_memory: bool = False) -> PluginSettings:
-    """ValueError names an unknown key and the nearest known one, a key that is missing, or a value out of range.
+    """ValueError names an unknown key and the nearest known one, a missing key, or a value of a wrong type or range.
 
     `pin_memory` is what holds where nothing is said about it.
     """
-    given = dict((vllm_config.additional_config or {}).get("megastream", {}))
+    given = _given(vllm_config.additional_config)
     limits = given.pop("settings", {})
     _refuse_unknown(given, PluginSettings, "megastream")
     if not isinstance(limits, dict):
         raise ValueError(f"megastream.settings in --additional-config must be an object, got {limits!r}")
     _refuse_unknown(limits, EngineSettings, "megastream.settings")
-    settings = PluginSettings(**given, settings=EngineSettings(**{"pin_memory": pin_memory, **limits}))
-    check_policy(settings.kv)
+    if "kv" in given:
+        check_policy(given["kv"])
+    try:
+        settings = msgspec.convert(given, PluginSettings)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"--additional-config: {str(error).replace('`$.', '`megastream.')}") from error
+    _check_values(settings)
+    return replace(settings, settings=EngineSettings(**{"pin_memory": pin_memory, **limits}))
+
+
+def _given(additional_config: Any) -> dict[str, Any]:
+    """What stands under `megastream`; nothing where the config is an object of some other plugin's own kind."""
+    if isinstance(additional_config, str | int | float | list):
+        raise ValueError(f"--additional-config must be an object, not {type(additional_config).__name__}")
+    given = additional_config.get("megastream", {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ValueError(
+            f"megastream in --additional-config must be an object with names as keys, not {type(given).__name__}"
+        )
+    return dict(given)
+
+
+def _check_values(settings: PluginSettings) -> None:
+    if settings.attachable:
+        split_login(settings.control_url)  # refuses what it cannot read, without showing it
     for key in ("run_id", "engine"):
-        if settings.attachable and not getattr(settings, key):
+        value = getattr(settings, key)
+        if settings.attachable and not value:
             raise ValueError(f"--additional-config has megastream.control_url but no megastream.{key}")
-    return settings
+        if value and not settings.attachable:
+            raise ValueError(f"--additional-config has megastream.{key} but no megastream.control_url")
+        if value and not _NAME.fullmatch(value):
+            raise ValueError(
+                f"megastream.{key} in --additional-config is {value!r}; use 1 to 100 letters, digits, dots, dashes and "
+                "underscores"
+            )
+    if not settings.host or not settings.host.isprintable() or " " in settings.host:
+        raise ValueError(f"megastream.host in --additional-config is {settings.host!r}; give a host name or an address")
+    if not 0 < settings.reconnect_s <= _LONGEST_RECONNECT_S:
+        raise ValueError(
+            f"megastream.reconnect_s in --additional-config is {settings.reconnect_s}; it must be above 0 and at most "
+            f"{_LONGEST_RECONNECT_S:.0f}"
+        )
 
 
 def read_port_settings(vllm_config: Any) -> PortSettings:

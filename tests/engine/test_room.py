@@ -21,6 +21,7 @@ from megastream.engine.vllm.board import Board, BoardSlot  # noqa: E402
 from megastream.engine.vllm.hooks import Guard  # noqa: E402
 from megastream.engine.vllm.kv import KvBook  # noqa: E402
 from megastream.engine.vllm.spans import SpanBook  # noqa: E402
+from megastream.protocol.control import ControlError  # noqa: E402
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -168,6 +169,50 @@ def test_engine_settings_can_be_given() -> None:
     ):
         with pytest.raises(ValueError, match=named):
             read(wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (None, "megastream in --additional-config must be an object .* not NoneType"),
+        ([1], "must be an object .* not list"),
+        ("x", "must be an object .* not str"),
+        ({1: 2}, "must be an object"),
+        ({"control_url": 5}, "`str`, got `int` - at `megastream.control_url`"),
+        ({"control_url": None}, "`megastream.control_url`"),
+        ({"control_url": "redis://h", "engine": "e", "run_id": 5}, "`megastream.run_id`"),
+        ({"control_url": "redis://h", "run_id": "r", "engine": [1]}, "`megastream.engine`"),
+        ({"control_url": "redis://h", "run_id": "r", "engine": "é \n"}, "megastream.engine .* letters"),
+        ({"run_id": "r"}, "megastream.run_id but no megastream.control_url"),
+        ({"engine": "e"}, "megastream.engine but no megastream.control_url"),
+        ({"host": {"a": 1}}, "`megastream.host`"),
+        ({"host": ""}, "megastream.host"),
+        ({"reconnect_s": "30"}, "`megastream.reconnect_s`"),
+        ({"reconnect_s": -1}, "megastream.reconnect_s .* above 0"),
+        ({"reconnect_s": float("nan")}, "megastream.reconnect_s .* is nan"),
+        ({"reconnect_s": 1e300}, "megastream.reconnect_s .* at most 604800"),
+        ({"records": 1}, "`megastream.records`"),
+        ({"kv": [1]}, "megastream.kv is"),
+    ],
+)
+def test_plugin_settings_are_typed(given: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named) as caught:
+        vllm_entry.read_settings(SimpleNamespace(additional_config={"megastream": given}))
+    assert "\n" not in str(caught.value)
+
+
+def test_additional_config_of_other_kinds() -> None:
+    for wrong in ("zzz", [1]):
+        with pytest.raises(ValueError, match="--additional-config must be an object"):
+            vllm_entry.read_settings(SimpleNamespace(additional_config=wrong))
+    assert not vllm_entry.read_settings(SimpleNamespace(additional_config=object())).attachable
+
+
+def test_a_control_url_that_hides_a_password_is_refused_and_not_repeated() -> None:
+    given = {"control_url": "redis://:hush#hush@h", "run_id": "r", "engine": "e"}
+    with pytest.raises(ControlError, match="percent-encode") as caught:
+        vllm_entry.read_settings(SimpleNamespace(additional_config={"megastream": given}))
+    assert "hush" not in str(caught.value)
 
 
 def test_spans_join_steps_and_leave_with_the_last_output() -> None:
