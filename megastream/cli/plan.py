@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from megastream.cli.plan_limits import check_plan
 from megastream.families import ModelShape, family_of, load_shape
 from megastream.layout.mesh import Mesh, parse_engine_mesh, parse_trainer_mesh
 from megastream.layout.synthetic import engine_layouts, trainer_layouts
@@ -43,6 +44,7 @@ def plan_command(
 
 
 def _plan(shape: ModelShape, trainer: Mesh, engine: Mesh, piece_bytes: int, experts: int) -> tuple[Plan, PlanCost]:
+    check_plan(shape, trainer, engine, piece_bytes, experts)
     family = family_of(shape)
     targets = engine_layouts(family, shape, engine)
     plan = build_plan(

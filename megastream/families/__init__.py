@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megastream.families import qwen2_moe, qwen3_moe
+from megastream.families.bounds import check_shape
 from megastream.families.family import Family
 from megastream.families.types import ModelShape, Place, Row, Source
 
@@ -21,14 +22,20 @@ FAMILIES: dict[str, Family] = {
 def load_shape(config: dict[str, Any] | Path) -> ModelShape:
     """Shape of a model from its config.json (as a dict, the file, or the folder that holds it).
 
-    ValueError names an unknown `model_type` and the known ones, or the field that cannot be read.
+    ValueError names an unknown `model_type` and the known ones, the field that cannot be read or does not fit, or the
+    file that is no JSON.
     """
     if isinstance(config, Path):
         path = config / "config.json" if config.is_dir() else config
-        config = json.loads(path.read_text())
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except RecursionError as error:
+            raise ValueError(f"{path} is nested too deeply for a config.json") from error
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON file: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"config.json holds a {type(config).__name__}; expected an object")
-    return _family(str(config.get("model_type"))).read(config)
+    return check_shape(_family(str(config.get("model_type"))).read(config))
 
 
 def family_of(shape: ModelShape) -> Family:

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+LARGEST = {
+    "num_hidden_layers": 1000,
+    "hidden_size": 2**17,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 4096,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "num_experts_per_tok": 4096,
+    "moe_intermediate_size": 2**18,
+    "intermediate_size": 2**18,
+    "shared_expert_intermediate_size": 2**18,
+    "vocab_size": 2**24,
+}
+"""Far above any model there is; beyond it a number is a slip, and planning with it would not end."""
+
 
 def number(config: Mapping[str, object], key: str, default: int | None = None) -> int:
-    """A whole number. ValueError names a field that is missing (and has no default) or is something else."""
+    """A whole number. ValueError names a field that is missing (and has no default), something else, or too large."""
     value = config.get(key)
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"config.json field {key} is {value!r}; expected a whole number")
+    if value > LARGEST.get(key, value):
+        raise ValueError(f"config.json field {key} is {value}; it is at most {LARGEST[key]}")
     return value
 
 

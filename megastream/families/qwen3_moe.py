@@ -166,6 +166,8 @@ ROWS = (
 def read(config: dict[str, object]) -> ModelShape:
     """Shape from the fields of `Qwen3MoeConfig`. ValueError names a field that is missing or not a number."""
     hidden, num_heads = number(config, "hidden_size"), number(config, "num_attention_heads")
+    if not num_heads:
+        raise ValueError("config.json field num_attention_heads is 0; it must be above 0")
     # transformers 5 writes `num_local_experts`, earlier releases `num_experts`.
     num_experts = number(config, "num_experts", number(config, "num_local_experts", 0))
     shape = ModelShape(

@@ -10,7 +10,7 @@ from math import gcd
 from megastream.layout.rules import Cut
 
 AXES = ("tp", "cp", "etp", "ep", "dp", "pp", "vpp")
-_TOKEN = re.compile(r"([a-z]+)=?(\d+)(?:\(([\d,\s]*)\))?")
+_TOKEN = re.compile(r"([a-z]+)=?([0-9]{1,6})(?:\(([0-9,\s]*)\))?")
 _SEPARATOR = re.compile(r"[\s,]+(?![^(]*\))")
 
 
