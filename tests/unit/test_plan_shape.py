@@ -179,7 +179,7 @@ def test_the_command_prints_tables_and_json(tmp_path: Path) -> None:
         ({"model_type": "llama"}, "pp2", "model family llama has no table; known families: qwen2_moe, qwen3_moe"),
         ({}, "pp3", "7 layers do not divide by pp*vpp=3"),
         ({}, "ep5", "12 experts do not divide by ep=5"),
-        ({}, "tp3", "20 does not divide by etp=3"),
+        ({}, "tp1 etp3 dp3", "20 does not divide by etp=3"),
         ({"hidden_size": None}, "pp7", "config.json field hidden_size is None"),
         ({"num_experts": 0}, "pp7", "num_experts is missing or 0, and 7 layers need experts"),
         ({"mlp_only_layers": [0], "intermediate_size": None}, "pp7", "field intermediate_size is None"),
