@@ -159,7 +159,7 @@ class DdpBucket:
 class MainShard:
     """What this rank's optimizer holds of one parameter: fp32 `main` is elements [start, end) of the DDP bucket.
 
-    `member` is the DistributedOptimizer it belongs to, `group` an entry of the inner optimizer's param_groups.
+    `member` is the DistributedOptimizer it belongs to, `group_index` the place of its group in the inner optimizer.
     """
 
     param: torch.nn.Parameter
@@ -167,7 +167,13 @@ class MainShard:
     start: int
     end: int
     member: Any
-    group: dict[str, Any]
+    group_index: int
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The group as it is now: loading a state replaces all of them."""
+        group: dict[str, Any] = self.member.optimizer.param_groups[self.group_index]
+        return group
 
 
 def ddp_buckets(chunks: Sequence[Any]) -> Iterator[DdpBucket]:
@@ -206,16 +212,16 @@ def main_shards(optimizer: Any) -> Iterator[MainShard]:
     """Every shard that this rank steps."""
     for member in members(optimizer):
         columns = (
-            member.optimizer.param_groups,
+            range(len(member.optimizer.param_groups)),
             member.model_fp32_groups,
             member.shard_fp32_groups,
             member.model_float16_groups,
             member.shard_fp32_from_float16_groups,
         )
-        for group, model32, shard32, model16, shard16 in zip(*columns, strict=True):
+        for index, model32, shard32, model16, shard16 in zip(*columns, strict=True):
             for param, main in (*zip(model32, shard32, strict=True), *zip(model16, shard16, strict=True)):
                 span = member._get_model_param_range_map(param)["gbuf_world_in_bucket"]
-                yield MainShard(param, main, span.start, span.end, member, group)
+                yield MainShard(param, main, span.start, span.end, member, index)
 
 
 def forget_moments(optimizer: Any) -> None:

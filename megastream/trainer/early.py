@@ -48,7 +48,7 @@ class EarlyStepper:
 
         self._trained, self._listener, self.undo, self.rate = trained, listener, undo, rate
         self._clip = float(trained.optimizer.config.clip_grad)
-        self._on_cuda = trained.buckets[0].data.is_cuda
+        self._on_cuda = any(bucket.data.is_cuda for bucket in trained.buckets)
         self._side = torch.cuda.Stream() if self._on_cuda else None
         self._stage = mesh.get_pipeline_model_parallel_rank()
         self._in_backward = self._on_cuda or self._stage == 0 or len(trained.chunks) > 1

@@ -48,6 +48,7 @@ def test_no_provisional_version_is_shown(tmp_path: Path) -> None:
         assert [result.ok for result in results] == [True, False, True]
     # Of version 1 attempt 0 was withdrawn and attempt 1 accepted. Version 2 lost attempts 0 and 1 to the skipped step.
     assert engine["committed"] == [(1, 1), (2, 3)]
+    assert engine["accepted"] == [(0, 0, 0), (1, 1, 1), (2, 3, 3)], "the skipped step counts as a train step"
     assert engine["live"] == [1, 2]
     for commit, version in enumerate((1, 2), start=1):
         assert _differing(tmp_path, commit, version) == []

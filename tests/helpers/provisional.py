@@ -22,7 +22,7 @@ from megastream.layout.mesh import parse_engine_mesh
 from megastream.layout.shard import RankLayout
 from megastream.layout.synthetic import engine_layouts
 from megastream.protocol.commit import CommitTable
-from megastream.protocol.records import Committed, Emitted, Sealed
+from megastream.protocol.records import Accepted, Committed, Emitted, Sealed
 from megastream.protocol.staging import Key
 from megastream.sync import TrainerSync
 from megastream.trainer import model
@@ -81,6 +81,7 @@ def serve(config: TrainerConfig, folder: Path, broken: bool) -> dict[str, Any]:
         log.close()
         return {
             "committed": [(request.version, request.attempt) for request in core.commits],
+            "accepted": [(r.version, r.attempt, r.train_step) for r in records if isinstance(r, Accepted)],
             "live": [record.version for record in records if isinstance(record, Committed)],
             "emitted": [(r.version, r.attempt, r.rank, r.payload_bytes) for r in records if isinstance(r, Emitted)],
         }

@@ -34,7 +34,7 @@ def _optimizer() -> tuple[Any, list[MainShard]]:
     inner = GroupCounting(groups[:2])
     inner.param_groups.append({**inner.param_groups[0], "params": []})
     member = SimpleNamespace(optimizer=inner)
-    homes = [inner.param_groups[0 if index < 3 else 1] for index in range(5)]
+    homes = [0 if index < 3 else 1 for index in range(5)]
     return member, [MainShard(p, p, 0, 4, member, home) for p, home in zip(params, homes, strict=True)]
 
 
@@ -54,6 +54,21 @@ def _run(split: bool) -> tuple[list[torch.Tensor], list[int]]:
         stepping.finish()
     values = [shard.main.detach() for shard in shards]
     return values, [group["step"] for group in member.optimizer.param_groups]
+
+
+def test_a_loaded_state_brings_its_own_groups() -> None:
+    """torch replaces every group when a state is loaded; learning rates set afterwards are in the new ones."""
+    member, shards = _optimizer()
+    member.optimizer.load_state_dict(member.optimizer.state_dict())
+    for group in member.optimizer.param_groups:
+        group["lr"] = 0.0
+    before = [shard.main.detach().clone() for shard in shards]
+    for shard in shards:
+        shard.main.grad = torch.ones(4)
+    stepping = SplitStep(member)
+    stepping.step(member, shards)
+    stepping.finish()
+    assert all(torch.equal(a, shard.main) for a, shard in zip(before, shards, strict=True))
 
 
 def _run_with_undo(restore: bool) -> tuple[list[torch.Tensor], list[int]]:
@@ -90,7 +105,7 @@ def test_an_undone_step_leaves_no_trace_also_when_groups_count() -> None:
 def test_undo_keeps_three_copies_once() -> None:
     param = torch.nn.Parameter(torch.zeros(100))
     member = SimpleNamespace(optimizer=torch.optim.AdamW([param]))
-    shard = MainShard(param, param, 0, 100, member, member.optimizer.param_groups[0])
+    shard = MainShard(param, param, 0, 100, member, 0)
     undo = Undo()
     for _ in range(3):
         param.grad = torch.ones(100)
