@@ -108,8 +108,9 @@ class Checkpointer:
             raise AgreedError(f"parameters were stepped {sorted(counts)} times; a checkpoint holds one step count")
         adam_step = counts.pop() if counts else 0
         compat_checkpoint.allocate_moments(self._optimizer)
-        parts = describe(self._chunks, self._optimizer)
-        snapshot(parts)
+        with together(*compat_checkpoint.loading_errors()):
+            parts = describe(self._chunks, self._optimizer)
+            snapshot(parts)
         parts |= {"iteration": step, "train_state": state, "random": gather(compat_checkpoint.random_states())}
         planned = compat_checkpoint.plan_save(parts, folder)
         manifest = Manifest(
@@ -255,6 +256,7 @@ class Checkpointer:
             compat_checkpoint.allocate_moments(self._optimizer)
         with together(*compat_checkpoint.loading_errors()):
             parts = describe(self._chunks, None if weights_only else self._optimizer)
+        with together(*compat_checkpoint.loading_errors()):  # what fails in one of its ranks, megatron raises in all
             loaded = compat_checkpoint.load_into(parts, path)
             for number, chunk in enumerate(self._chunks):
                 compat_checkpoint.set_model(chunk, loaded[f"model{number}"])

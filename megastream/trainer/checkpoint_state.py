@@ -53,8 +53,10 @@ def _boxes(shard: OptimizerShard, entry: Any) -> Iterator[Any]:
     for leaf in _leaves(entry):
         first = _offset_in(shard.param, leaf)
         low, high = max(shard.start, first), min(shard.end, first + leaf.data.numel())
+        if low >= high:
+            continue
         at = low
-        for box in flat_boxes(tuple(leaf.data.shape), low - first, max(high, low) - first):
+        for box in flat_boxes(tuple(leaf.data.shape), low - first, high - first):
             ahead = leaf.prepend_axis_num
             shape = (1,) * ahead + box.shape
             offset = tuple(a + b for a, b in zip(leaf.global_offset, (0,) * ahead + box.lo, strict=True))

@@ -164,7 +164,7 @@ def test_resume_in_the_same_layout_is_exact(tmp_path: Path, name: str, settings:
 
 OTHER = [
     ("pp2 ep2 to ep4", dict(pp=2, ep=2), dict(ep=4), (4, 4)),
-    ("pp2 ep2 to tp2 ep2", dict(pp=2, ep=2), dict(tp=2, ep=2), (4, 2)),
+    ("pp2 ep2 to tp2 ep2", dict(pp=2, ep=2), dict(tp=2, ep=2, etp=1), (4, 2)),
     ("ep4 to one rank", dict(ep=4, clip=0.3), dict(clip=0.3), (4, 1)),
     ("one rank to pp2 dp2", dict(clip=0.3), dict(pp=2, clip=0.3), (1, 4)),
     ("tp2 ep2 etp1 to pp2 ep2", dict(tp=2, ep=2, etp=1), dict(pp=2, ep=2), (2, 4)),

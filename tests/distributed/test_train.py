@@ -164,7 +164,7 @@ def plain(path: Path) -> dict[str, torch.Tensor]:
 
 
 LAYOUTS = [
-    ("tp2 ep2", dict(layout__pp=1, layout__tp=2, layout__ep=2, rendezvous__ranks_per_node=2), 2),
+    ("tp2 ep2", dict(layout__pp=1, layout__tp=2, layout__etp=1, rendezvous__ranks_per_node=2), 2),
     ("ep4", dict(layout__pp=1, layout__ep=4), 4),
 ]
 
