@@ -46,16 +46,21 @@ class LayoutSection(Section, frozen=True, kw_only=True):
     ep: int = 1
     etp: int | None = None
     vpp: int | None = None
+    cp: int = 1
     stage_layers: tuple[int, ...] | None = None
+    overlap_grad_reduce: bool = False
+    mtp_layers: int = 0
+    router_expert_bias: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
 
 
 class BatchSection(Section, frozen=True, kw_only=True):
-    """Sequences of one optimizer step in all, and of one micro-batch."""
+    """Sequences of one optimizer step in all, and of one micro-batch; whether every token weighs the same."""
 
     global_sequences: int
     micro_sequences: int
+    per_token_loss: bool = False
 
 
 class OptimizerSection(Section, frozen=True, kw_only=True):
@@ -145,7 +150,12 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             ep=layout.ep,
             etp=layout.etp,
             vpp=layout.vpp,
+            cp=layout.cp,
             stage_layers=layout.stage_layers,
+            mtp_layers=layout.mtp_layers,
+            router_expert_bias=layout.router_expert_bias,
+            overlap_grad_reduce=layout.overlap_grad_reduce,
+            per_token_loss=self.batch.per_token_loss,
             recompute=layout.recompute,
             dispatcher=layout.dispatcher,
             lr=optimizer.learning_rate,
@@ -158,6 +168,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 _ZERO_IS_FINE = {
     "run.seed",
     "max_abort_rate",
+    "layout.mtp_layers",
     "optimizer.min_learning_rate",
     "optimizer.warmup_steps",
     "optimizer.decay_steps",
@@ -180,8 +191,9 @@ def parse_train_config(raw: dict[str, Any]) -> TrainConfig:
     config = typed(raw, TrainConfig)
     check_positive(config, _ZERO_IS_FINE)
     layout, batch, optimizer = config.layout, config.batch, config.optimizer
-    _divides("rendezvous.nodes x ranks_per_node", config.ranks, "layout.tp x layout.pp", layout.tp * layout.pp)
-    replicas = config.ranks // (layout.tp * layout.pp)
+    each_replica = layout.tp * layout.cp * layout.pp
+    _divides("rendezvous.nodes x ranks_per_node", config.ranks, "layout.tp x layout.cp x layout.pp", each_replica)
+    replicas = config.ranks // each_replica
     each = replicas * batch.micro_sequences
     _divides("batch.global_sequences", batch.global_sequences, "replicas x batch.micro_sequences", each)
     if optimizer.decay != "constant" and optimizer.decay_steps <= optimizer.warmup_steps:

@@ -37,6 +37,29 @@ def test_a_training_in_two_parts_is_the_training_in_one(tmp_path: Path) -> None:
     assert whole_checkpoints(parts) == [6, 8], "keep = 2"
 
 
+@pytest.mark.full
+def test_layout_features_of_the_file_are_trained_and_resumed(tmp_path: Path) -> None:
+    features: dict[str, Any] = dict(
+        layout={"pp": 2, "cp": 2, "stage_layers": [3, 1], "recompute": "full", "overlap_grad_reduce": True},
+        batch__per_token_loss=True,
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        write_files(folder)
+    assert run(job(whole, **features)) == [""] * 4
+    assert run(job(parts, run__steps=4, **features)) == [""] * 4
+    assert run(job(parts, **features)) == [""] * 4
+    assert trace(parts) == trace(whole) and len(trace(whole)) == STEPS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("key", "value"), [("mtp_layers", 1), ("router_expert_bias", True)])
+def test_layout_features_that_are_not_there_are_refused(tmp_path: Path, key: str, value: Any) -> None:
+    write_files(tmp_path)
+    said = set(run(job(tmp_path, **ONE, **{f"layout__{key}": value}), 1))
+    assert len(said) == 1 and f"trainer setting {key}={value} is not supported: " in said.pop()
+
+
 def prepared(tmp_path: Path, **changes: Any) -> Path:
     """A folder with checkpoints of steps 2 and 4, made by one rank."""
     write_files(tmp_path)

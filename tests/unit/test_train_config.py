@@ -34,7 +34,7 @@ def test_the_file_in_configs_is_valid() -> None:
         ({"checkpoint__evry_steps": 3}, "unknown key checkpoint.evry_steps; the nearest known key is checkpoint.every"),
         ({"stream__engin": "x"}, "unknown key stream.engin; the nearest known key is stream.engine"),
         ({"batch__global_sequences": 6}, "batch.global_sequences is 6, which replicas x batch.micro_sequences = 4"),
-        ({"layout__pp": 3}, "is 4, which layout.tp x layout.pp = 3 does not divide"),
+        ({"layout__pp": 3}, "is 4, which layout.tp x layout.cp x layout.pp = 3 does not divide"),
         ({"checkpoint__keep": 0}, "checkpoint.keep is 0; it must be above 0"),
         ({"rendezvous__address": "here"}, "rendezvous.address is 'here'; give host:port"),
         ({"optimizer__decay_steps": 2}, "decay cosine needs more than the 3 steps of the warm-up"),
