@@ -162,7 +162,7 @@ class EarlyStepper:
     def _decide(self, norm: float) -> None:
         """Undoes what was stepped too far, steps what is left, and makes the step count."""
         clips = self._clip > 0.0 and self._clip / (norm + 1.0e-6) < 1.0  # clip_grad_by_total_norm_fp32
-        if clips and self._stepped:
+        if clips and self.rate.speculating:  # equal on all ranks, unlike what this one stepped: so are attempts
             self.aborts += 1
             self._take_back()
             self._split = SplitStep(self._trained.optimizer)
@@ -184,18 +184,18 @@ class EarlyStepper:
 
     def _skip(self) -> None:
         trained, stepped = self._trained, self._stepped
-        if stepped and self.undo is None:
+        if self.undo is None:  # on a rank that stepped nothing, too: others did
             then = (
-                f"{len(stepped)} buckets of rank {dist.get_rank()} were stepped before, and 'early' keeps nothing to "
+                f"buckets were stepped before ({len(stepped)} of rank {dist.get_rank()}), and 'early' keeps nothing to "
                 f"go back to: load the last checkpoint, or use finality 'speculative', which skips such a step"
             )
             raise DamagedWeights(name_not_finite(trained.buckets, trained.name_of, then))
         name_not_finite(trained.buckets, trained.name_of, SKIPPED)
-        if stepped:
+        if self.rate.speculating:
             self._take_back()
-            for bucket in stepped:
-                bucket.store()
-                _wait(bucket.gather())
+        for bucket in stepped:
+            bucket.store()
+            _wait(bucket.gather())
 
     def _agree(self) -> None:
         """All ranks of a stage take the order of its first rank. Once, after the first step; collective, blocking."""

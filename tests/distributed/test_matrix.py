@@ -48,6 +48,7 @@ CASES = [
     "qwen2 fp32 dp2 tp2 cp1 pp3 vpp1 ep4 etp1 ends tied clipped full token late alltoall",
     "qwen2 bf16 dp4 tp1 cp1 pp3 vpp2 ep1 etp2 ends tied unclipped selective microbatch overlapped alltoall",
     "qwen3 bf16 dp4 tp1 cp1 pp3 vpp2 ep2 etp1 uneven tied clipped full microbatch late alltoall",
+    "qwen3 bf16 dp1 tp1 cp1 pp2 vpp1 ep1 etp1 ends tied clipped none microbatch late allgather",
 ]
 
 HEART = "qwen3 fp32 dp2 tp1 cp1 pp1"

@@ -34,6 +34,17 @@ def test_pp2_tied_early_and_speculative_equal_stock_without_clipping() -> None:
             assert streamed["early"] == streamed["buckets"] - 1
 
 
+ONE_STAGE_STEPS_NOTHING_EARLY = dict(pp=2, layers=2, stage_layers=(0, 2), tied=True)
+"""The first stage has the embedding alone, which is tied: its only bucket is late."""
+
+
+def test_all_ranks_withdraw_though_one_stepped_nothing_early() -> None:
+    """Attempts are numbers that all ranks must agree on: a stage with late buckets only counts them like the others."""
+    config = tiny_config(clip=0.3, **ONE_STAGE_STEPS_NOTHING_EARLY)
+    for stock, speculative in compare(config, 2, ("speculative",)):
+        assert stock["clipped"] == speculative["withdrawn"] == speculative["aborts"] == STEPS
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name, settings, world_size",
@@ -140,7 +151,7 @@ def test_a_double_wait_spoils_a_reduce_scatter_but_not_a_bucket() -> None:
 def _not_finite_body(rank: int, world_size: int, init_method: str, config: Any, finality: Any) -> Any:
     model.start_process_group(config, rank=rank, world_size=world_size, init_method=init_method, deadline_s=60)
     chunks, optimizer, adapter = adapter_of(config, finality)
-    step = SkippedStep(chunks, optimizer, adapter, finality, broken_rank=world_size - 1)
+    step = SkippedStep(config, chunks, optimizer, adapter, finality, broken_rank=world_size - 1)
     return [step.run(math.nan if bad else 0.0) for bad in (False, True, False, False)]
 
 
@@ -169,6 +180,22 @@ def test_gradients_that_are_not_finite_make_no_version(finality: str, clip: floa
             assert "on rank 1; the step" in bad.log and "weight)" in bad.log
         assert all(step.ok for step in after) or not untouched
         assert bad.withdrawn == (1 if finality == "speculative" else 0)
+
+
+@pytest.mark.full
+def test_a_stage_that_stepped_nothing_early_withdraws_a_skipped_step() -> None:
+    config = tiny_config(**ONE_STAGE_STEPS_NOTHING_EARLY)
+    for first, bad, *_ in run_ranks(_not_finite_body, 2, config=config, finality="speculative"):
+        assert first.ok and not bad.ok and not bad.changed
+        assert bad.withdrawn == 1
+
+
+@pytest.mark.full
+def test_early_stops_also_on_a_stage_that_stepped_nothing() -> None:
+    config = tiny_config(**{**ONE_STAGE_STEPS_NOTHING_EARLY, "clip": 0.0})
+    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] failed") as error:
+        run_ranks(_not_finite_body, 2, config=config, finality="early", timeout_s=60)
+    assert str(error.value).count("DamagedWeights: ") == 2
 
 
 def test_early_stops_when_gradients_are_not_finite() -> None:

@@ -19,7 +19,7 @@ from megastream.trainer.early import EarlyStepper
 from megastream.trainer.stepper import Listener
 from megastream.trainer.undo import Undo
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import BATCH, MICROBATCHES, SEQUENCE, batches, hf_config, tiny_config
+from tests.helpers.tiny import BATCH, MICROBATCHES, SEQUENCE, batches, hf_config
 
 STEPS = 20
 ALL = ("whole", "pipelined", "early", "speculative")
@@ -119,6 +119,7 @@ def _train(config: TrainerConfig, run: Run) -> dict[str, Any]:
         "buckets": len(adapter._buckets),
         "late": sum(bucket.late for bucket in adapter._buckets),
         "early": told.early,
+        "withdrawn": told.withdrawn,
         "in order": told.steps == [sorted(bucket.name for bucket in adapter._buckets)] * STEPS,
         "clipped": sum(norm > config.clip > 0 for _, norm in trace),
         "aborts": stepper.aborts if isinstance(stepper, EarlyStepper) else 0,
@@ -223,10 +224,16 @@ class SkippedStep:
     """Steps of a real training in which one rank's gradient of one weight can be spoilt."""
 
     def __init__(
-        self, chunks: list[Any], optimizer: Any, adapter: MegatronAdapter, finality: str, broken_rank: int
+        self,
+        config: TrainerConfig,
+        chunks: list[Any],
+        optimizer: Any,
+        adapter: MegatronAdapter,
+        finality: str,
+        broken_rank: int,
     ) -> None:
         self._chunks, self._optimizer, self._told = chunks, optimizer, _Told()
-        self._config = tiny_config(layers=2)
+        self._config = config
         self._stepper = adapter.stepper(finality, self._told.listener, max_abort_rate=1.0)  # type: ignore[arg-type]
         self._poison, self._count = 0.0, 0
         self._lines: list[str] = []
@@ -235,7 +242,7 @@ class SkippedStep:
         logging.getLogger("megastream.trainer.not_finite").addHandler(handler)
         if torch.distributed.get_rank() == broken_rank:
             # The embedding is the last to get its gradient: other buckets were stepped before it shows.
-            weight = next(p for n, p in chunks[0].named_parameters() if "word_embeddings" in n)
+            weight = next(p for n, p in chunks[0].named_parameters() if "word_embeddings" in n or "output_layer" in n)
             weight.register_hook(lambda grad: grad + self._poison)
 
     def run(self, poison: float) -> Skipped:
