@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from megastream.trainer.buckets import Bucket, in_turns
 from megastream.trainer.compat_grads import GradTakeover
 from megastream.trainer.not_finite import name_not_finite
 from megastream.trainer.order import ReadyOrder
-from megastream.trainer.split import SplitStep
+from megastream.trainer.split import SplitStep, refuse_changed, settings_of
 from megastream.trainer.stepper import SKIPPED, Listener, StepResult, Trained, grad_norm, step_with_norm
 from megastream.trainer.undo import Undo
 
@@ -41,6 +42,9 @@ class EarlyStepper:
     The first step only learns the order of gradients, and steps behind the backward. Buckets whose gradients
     finalize_model_grads still changes are stepped after the norm, and so are all while `rate` says that speculation
     does not pay.
+
+    Learning rate, weight decay, betas and eps are taken as they are during the backward, so a loop sets them before the
+    forward; RuntimeError in `step` names one that was changed since.
     """
 
     def __init__(self, trained: Trained, listener: Listener, *, undo: Undo | None, rate: AbortRate) -> None:
@@ -69,6 +73,7 @@ class EarlyStepper:
         self._waiting: deque[Bucket] = deque()
         self._gathering: deque[tuple[Bucket, list[dist.Work]]] = deque()
         self._stepped: list[Bucket] = []
+        self._settings: list[dict[str, Any]] = []
         self._order.next_step()
 
     def _on_grad(self, param: torch.nn.Parameter) -> None:
@@ -89,6 +94,8 @@ class EarlyStepper:
     @torch.no_grad()
     def _on_finish(self) -> None:
         """This rank's backward is over; others may still be at theirs."""
+        if self.rate.speculating and not self._settings:  # a rank with late buckets only notices a change with the rest
+            self._settings = settings_of(self._trained.optimizer)
         for bucket in self._order.rest():
             self._complete(bucket)
         with self._beside():
@@ -119,6 +126,7 @@ class EarlyStepper:
 
     def _open(self) -> None:
         self._split = SplitStep(self._trained.optimizer)
+        self._settings = self._settings or settings_of(self._trained.optimizer)
         self._listener.opens()
 
     def _say_final(self, *, only_arrived: bool) -> None:
@@ -148,6 +156,7 @@ class EarlyStepper:
         self._join()
         if self._split is None:
             self._open()
+        refuse_changed(self._settings, self._trained.optimizer)
         norm = grad_norm(self._trained.optimizer)
         if not math.isfinite(norm):
             self._skip()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 
 from megastream.trainer.compat import MainShard, members
+
+_SETTINGS = ("lr", "weight_decay", "betas", "eps")
 
 
 def clip(member: Any, mains: list[torch.Tensor], norm: float) -> None:
@@ -47,6 +50,23 @@ class SplitStep:
                     advanced = {**group, "params": []}
                     _step_groups(member.optimizer, [advanced])
                 group.update({key: value for key, value in advanced.items() if key != "params"})
+
+
+def settings_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Copies of what a training loop may set in the groups of the inner optimizers, one entry per group."""
+    groups = (group for member in members(optimizer) for group in member.optimizer.param_groups)
+    return [{name: deepcopy(group[name]) for name in _SETTINGS if name in group} for group in groups]
+
+
+def refuse_changed(before: list[dict[str, Any]], optimizer: Any) -> None:
+    """RuntimeError names the first setting that is not what it was, in a step whose buckets were stepped with it."""
+    for index, (old, new) in enumerate(zip(before, settings_of(optimizer), strict=True)):
+        for name, value in old.items():
+            if new.get(name) != value:
+                raise RuntimeError(
+                    f"{name} of parameter group {index} was {value} in the backward and is {new.get(name)} in step(), "
+                    f"but buckets were stepped in the backward: set it before the forward, or use finality 'pipelined'"
+                )
 
 
 def _step_groups(inner: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:

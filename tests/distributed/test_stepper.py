@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -11,8 +12,20 @@ import torch.distributed as dist
 
 from megastream.trainer import model
 from megastream.trainer.buckets import Bucket, OwnedRange
+from megastream.trainer.stepper import Listener
 from tests.helpers.ranks import run_ranks
-from tests.helpers.steps import ALL, STEPS, Run, SkippedStep, adapter_of, compare, digest, mixed_clip, train_all
+from tests.helpers.steps import (
+    ALL,
+    STEPS,
+    Run,
+    SkippedStep,
+    adapter_of,
+    compare,
+    digest,
+    forward_backward,
+    mixed_clip,
+    train_all,
+)
 from tests.helpers.tiny import tiny_config
 
 
@@ -146,6 +159,46 @@ def _waits_body(rank: int, world_size: int, init_method: str) -> tuple[bool, boo
 def test_a_double_wait_spoils_a_reduce_scatter_but_not_a_bucket() -> None:
     """gloo copies the result of a reduce-scatter out again on every wait: why buckets are reduced to their owners."""
     assert run_ranks(_waits_body, 2) == [(True, False)] * 2
+
+
+def _changed_body(
+    rank: int, world_size: int, init_method: str, config: Any, finality: Any, max_abort_rate: float
+) -> str:
+    model.start_process_group(config, rank=rank, world_size=world_size, init_method=init_method, deadline_s=60)
+    chunks, optimizer, adapter = adapter_of(config, finality)
+    stepper = adapter.stepper(finality, Listener(lambda name: None), max_abort_rate=max_abort_rate)
+    for step in range(2):
+        forward_backward(config, chunks, step)
+        assert stepper.step().ok
+    forward_backward(config, chunks, 2)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    try:
+        stepper.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("finality", "settings"),
+    [
+        ("speculative", ONE_STAGE_STEPS_NOTHING_EARLY),
+        pytest.param("early", dict(layers=2, clip=0.0), marks=pytest.mark.full),
+    ],
+)
+def test_a_learning_rate_that_is_set_behind_the_backward_is_refused(finality: str, settings: dict[str, Any]) -> None:
+    """Buckets were stepped with the old one by then; a rank that stepped none stops, too."""
+    config = tiny_config(**settings)
+    for message in run_ranks(_changed_body, 2, config=config, finality=finality, max_abort_rate=1.0):
+        assert re.match(r"lr of parameter group 0 was 0\.001 in .* and is 0\.5 in step\(\), .*before the fo", message)
+
+
+@pytest.mark.full
+def test_a_learning_rate_may_be_set_there_when_nothing_is_stepped_early() -> None:
+    for finality, clip in (("pipelined", 1.0), ("speculative", 0.01)):  # rate 0: none is speculated on any more
+        config = tiny_config(layers=2, clip=clip)
+        assert run_ranks(_changed_body, 2, config=config, finality=finality, max_abort_rate=0.0) == ["", ""]
 
 
 def _not_finite_body(rank: int, world_size: int, init_method: str, config: Any, finality: Any) -> Any:
