@@ -85,9 +85,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 class StreamConfig(Section, frozen=True, kw_only=True):
     """How the weights travel. `piece_mib` bounds one message, `experts_per_unit` the experts tracked together.
 
-    `finality` says when a bucket leaves; `speculative` gives up on speculation while more than `max_abort_rate` of the
-    last steps were clipped. With `ownership` slice each data-parallel rank sends what it steps, before parameters are
-    gathered; with replica any of them sends, after it.
+    `finality` says when a bucket leaves; `speculative` gives up on speculation once more than `max_abort_rate` of the
+    last 16 steps were clipped, until at most half of that rate is left. With `ownership` slice each data-parallel rank
+    sends what it steps, before parameters are gathered; with replica any of them sends, after it.
     """
 
     finality: Finality = "pipelined"

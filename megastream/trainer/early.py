@@ -1,8 +1,8 @@
 """Steps inside the backward: a bucket is final as soon as its own gradients are, long before the global norm.
 
 Stage 0 (and every stage on CUDA, on a stream of its own) steps a bucket while the rest of its backward runs. On a CPU
-the other stages step theirs right behind their last backward: earlier they would delay the stage that waits for them,
-and until stage 0 is done they have nothing else to do.
+the other stages, unless they are virtual ones, step theirs right behind their last backward: earlier they would delay
+the stage that waits for them, and until stage 0 is done they have nothing else to do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class DamagedWeights(RuntimeError):
 class EarlyStepper:
     """`early` (without `undo`) and `speculative`: made before the first forward, `close` gives megatron its hooks back.
 
-    Weights, moments, norm and losses equal stock's bit for bit. A step is made as if the norm stayed under the clipping
+    Weights, moments, norm and losses equal stock's bit for bit where a bucket's group has at most two replicas, with
+    more up to the order in which they are summed. A step is made as if the norm stayed under the clipping
     norm, for stock then leaves gradients alone; when it turns out larger, the step is undone and made again with the
     clipped gradients. With `early` there is no clipping, so that only gradients that are not finite stand against it:
     they end the training with DamagedWeights, where `speculative` skips the step.

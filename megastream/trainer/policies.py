@@ -31,13 +31,15 @@ def clipping_refusal(finality: Finality, clip_grad: float) -> str:
 def consequences(finality: Finality, clip_grad: float, max_abort_rate: float = MAX_ABORT_RATE) -> str:
     """One line for the start of a run: what the policy does, and what it costs."""
     clip = f"clipping at {clip_grad:g}" if clip_grad > 0.0 else "no clipping"
-    limit = round(max_abort_rate * WINDOW_STEPS)
+    most = max_abort_rate * WINDOW_STEPS
     text = {
         "whole": "weights leave after the whole optimizer step",
         "pipelined": "a bucket leaves once the global norm is known, while the next bucket is stepped",
         "speculative": f"a bucket leaves inside the last backward, provisionally until the norm is known; a step that "
         f"must be clipped is undone, made again and sent again. Costs up to 3 fp32 copies of each rank's optimizer "
-        f"shard. As pipelined while more than {limit} of the last {WINDOW_STEPS} steps were clipped",
+        f"shard. As pipelined from more than {int(most)} clipped of the last {WINDOW_STEPS} steps until at most "
+        f"{int(most / 2)} are",
         "early": "a bucket leaves inside the last backward; gradients that are not finite end the training",
     }[finality]
-    return f"finality {finality}, {clip}: {text}. Equal to the stock step bit for bit"
+    sums = "; with more than two replicas of a weight up to the order of their sums" if is_streamed(finality) else ""
+    return f"finality {finality}, {clip}: {text}. Equal to the stock step bit for bit{sums}"

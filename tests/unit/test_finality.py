@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -17,9 +18,26 @@ from megastream.trainer.policies import clipping_refusal, consequences
 
 def test_every_policy_says_what_it_means() -> None:
     assert "undone, made again and sent again" in consequences("speculative", 1.0)
-    assert "3 fp32 copies" in consequences("speculative", 1.0) and "more than 4 of the last 16" in consequences(
-        "speculative", 1.0, 0.25
-    )
+    said = consequences("speculative", 1.0, 0.25)
+    assert "3 fp32 copies" in said and "from more than 4 clipped of the last 16 steps until at most 2 are" in said
+    for finality in ("whole", "pipelined", "speculative", "early"):
+        said = consequences(finality, 0.0)
+        assert ("with more than two replicas" in said) == (finality in ("speculative", "early"))
+
+
+@pytest.mark.parametrize("max_rate", [0.0, 0.1, 0.25, 0.3, 0.5, 1.0])
+def test_what_is_said_of_the_rate_is_what_happens(max_rate: float) -> None:
+    """The numbers in the line, not the rate, foretell with which count of clipped steps speculation ends and begins."""
+    numbers = re.search(r"more than (\d+) clipped .* at most (\d+) are", consequences("speculative", 1.0, max_rate))
+    assert numbers is not None
+    most, least = map(int, numbers.groups())
+    rate, speculates = AbortRate(max_rate), True
+    steps = [True] * 16 + [False] * 16
+    for index in range(len(steps)):
+        rate.note(steps[index])
+        clipped = sum(steps[max(0, index - 15) : index + 1])
+        speculates = clipped <= (most if speculates else least)
+        assert rate.speculating == speculates, clipped
     assert "no clipping" in consequences("early", 0.0) and "end the training" in consequences("early", 0.0)
     assert "clipping at 0.5" in consequences("whole", 0.5)
 
