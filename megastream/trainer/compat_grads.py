@@ -97,6 +97,27 @@ def _nothing(*_: Any, **__: Any) -> None:
     """In place of a bucket's own reduction."""
 
 
+def check_local_grads(chunks: Sequence[Any], name: str, grads: torch.Tensor) -> None:
+    """What stock does before it reduces, with `check_for_nan_in_grad`: gradients that are not finite end the training.
+
+    RuntimeError, from megatron's own check, names the rank and the bucket. Without that setting nothing is looked at.
+    From `_ParamAndGradBucketGroup.check_grads`.
+    """
+    if not chunks[0].ddp_config.check_for_nan_in_grad:
+        return
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    norm = grads.norm(p=2)
+    for rejects, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+        get_rerun_state_machine().validate_result(
+            result=norm,
+            rejection_func=rejects,
+            message=f"found {what} in local grad norm for bucket {name} in backward pass before its reduction",
+            tolerance=0.001,  # as stock
+            fatal=True,
+        )
+
+
 def _bucket_groups(chunk: Any) -> list[Any]:
     groups: list[Any] = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
     return groups

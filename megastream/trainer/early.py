@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megastream.trainer import compat
 from megastream.trainer.abort_rate import AbortRate
 from megastream.trainer.buckets import Bucket, in_turns
-from megastream.trainer.compat_grads import GradTakeover
+from megastream.trainer.compat_grads import GradTakeover, check_local_grads
 from megastream.trainer.not_finite import name_not_finite
 from megastream.trainer.order import ReadyOrder
 from megastream.trainer.split import SplitStep, refuse_changed, settings_of
@@ -85,6 +85,7 @@ class EarlyStepper:
     def _complete(self, bucket: Bucket) -> None:
         """The bucket's local gradients are all there. What is issued here, and when, is the same on all replicas."""
         with self._beside():
+            check_local_grads(self._trained.chunks, bucket.name, bucket.grads)
             self._reducing[bucket.name] = bucket.reduce()
             if bucket.late or not self.rate.speculating:
                 return
@@ -106,14 +107,14 @@ class EarlyStepper:
             self._waiting.clear()
             for bucket in self._trained.buckets:
                 if bucket.late:  # finalize_model_grads reads and writes these next
-                    _wait(self._reducing[bucket.name])
+                    self._wait_reduced(bucket)
         self._join()
 
     def _step_early(self, bucket: Bucket) -> None:
         if self._split is None:
             self._open()
         if bucket.shards:
-            _wait(self._reducing[bucket.name])
+            self._wait_reduced(bucket)
         bucket.load_grads()
         if self.undo is not None:
             self.undo.save(shard for shard, _, _ in bucket.shards)
@@ -129,6 +130,15 @@ class EarlyStepper:
         self._split = SplitStep(self._trained.optimizer)
         self._settings = self._settings or settings_of(self._trained.optimizer)
         self._listener.opens()
+
+    def _wait_reduced(self, bucket: Bucket) -> None:
+        try:
+            _wait(self._reducing[bucket.name])
+        except RuntimeError as error:  # what torch.distributed raises for a lost peer and for a deadline
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: the gradients of bucket {bucket.name} were not reduced; another replica has "
+                f"ended, or got fewer gradients of it in this backward than in the first step: {error}"
+            ) from error
 
     def _say_final(self, *, only_arrived: bool) -> None:
         """Reports buckets that are gathered, oldest first. On CUDA waiting costs the host nothing."""
@@ -152,8 +162,8 @@ class EarlyStepper:
             )
         with self._beside():
             self._say_final(only_arrived=False)
-            for works in self._reducing.values():
-                _wait(works)
+            for bucket in self._trained.buckets:
+                self._wait_reduced(bucket)
         self._join()
         if self._split is None:
             self._open()

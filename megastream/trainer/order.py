@@ -18,7 +18,9 @@ class ReadyOrder:
 
     The first step only watches: how often each parameter's gradient comes, and which bucket is complete before which.
     Replicas issue collectives for the buckets, so they must all go in the same order: that of the first rank of their
-    stage, to which `agree` brings everybody. A bucket that is complete out of turn waits for those before it.
+    stage, to which `agree` brings everybody. A bucket that is complete out of turn waits for those before it. One that
+    gets fewer gradients than in the first step is handed out by `rest` only; other replicas wait for that, and where
+    this rank's backward needs them (experts of several ranks) until their group's timeout.
     """
 
     def __init__(self, buckets: Sequence[Bucket], name_of: Callable[[torch.nn.Parameter], str]) -> None:
