@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from megastream.rl.children import before_program
+
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -202,7 +204,9 @@ class Server:
         command += ["--max-model-len", "512", "--max-num-seqs", "8", *arguments]
         command += ["--weight-transfer-config", '{"backend": "megastream"}']
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            # A test run that is killed must not leave a server behind.
+            ends_with_us = before_program(os.getpid(), nice=0)
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=ends_with_us)
 
     def __enter__(self) -> Server:
         deadline = time.monotonic() + self.START_S
