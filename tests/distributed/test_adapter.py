@@ -143,6 +143,7 @@ def _masters_body(
     return {"masters reset": good, "bounded": small, "masters stale": unchanged_by_step()}
 
 
+@pytest.mark.full
 def test_a_step_with_lr_0_leaves_loaded_weights(tmp_path: Path) -> None:
     """One with another rate moves them by no more than it allows.
 

@@ -223,6 +223,7 @@ def test_every_policy_and_both_owners_send_what_the_step_made(finality: str, own
     check_arrivals(config, 4, tmp_path, Way(finality, ownership))
 
 
+@pytest.mark.full
 def test_each_of_four_replicas_sends_its_new_slice(tmp_path: Path) -> None:
     """Before any parameter is gathered, out of the backward: not one old element arrives."""
     reports = check_arrivals(tiny_config(ep=2, layers=2, clip=0.0, lr=0.05), 4, tmp_path, Way("early", "slice"))
