@@ -21,6 +21,7 @@ MARK = "MEGASTREAM_RUN"
 """Environment variable that names the run in each of its processes."""
 
 SHM = Path("/dev/shm")
+TRACKER_S = 3.0
 OWNER_FILE = "owner.json"
 PREFIX = "megastream-"
 MARKER_FILE = ".megastream-run"
@@ -105,13 +106,26 @@ def processes(run_id: str) -> list[int]:
 
 
 def kill_all(run_id: str, deadline_s: float = 10.0) -> list[int]:
-    """SIGKILLs every process of the run until none is left; returns those that outlived the deadline."""
-    end = time.monotonic() + deadline_s
-    while (left := processes(run_id)) and time.monotonic() < end:
+    """SIGKILLs every process of the run until none is left; returns those that outlived the deadline.
+
+    Python's resource trackers are killed last: once the others are gone they remove the semaphores that those have left
+    in /dev/shm, whose names nobody else knows, and end by themselves.
+    """
+    begin = time.monotonic()
+    while (left := processes(run_id)) and time.monotonic() < begin + deadline_s:
+        patient = time.monotonic() < begin + TRACKER_S
         for pid in left:
-            _signal(pid, signal.SIGKILL)
+            if not (patient and _is_resource_tracker(pid)):
+                _signal(pid, signal.SIGKILL)
         time.sleep(0.05)
     return left
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def clean(run_folder: Path, owner: Owner) -> list[str]:

@@ -179,3 +179,30 @@ def test_a_relative_tmpdir_gives_an_absolute_folder(tmp_path: Path, monkeypatch:
     folder = owned.make_folder("r")
     assert folder.is_absolute() and folder.parent == tmp_path
     assert owned.folder_refusal(owned.Owner("r", 1, 0.0, str(folder))) is None
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_semaphores_of_killed_processes_go_too(patient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names are random; only the resource tracker of the process knows them, so it must outlive it."""
+    if not patient:
+        monkeypatch.setattr(owned, "TRACKER_S", 0.0)
+    run_id = uuid.uuid4().hex
+    code = (
+        "import multiprocessing, time\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(lock._semlock.name, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    environment = {**os.environ, owned.MARK: run_id}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    semaphore = owned.SHM / f"sem.{process.stdout.readline().strip().lstrip('/')}"
+    try:
+        wait_for(lambda: len(owned.processes(run_id)) == 2)
+        assert semaphore.exists()
+        assert owned.kill_all(run_id) == []
+        assert semaphore.exists() != patient
+    finally:
+        process.kill()
+        process.wait()
+        semaphore.unlink(missing_ok=True)
