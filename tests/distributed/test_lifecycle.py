@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,14 @@ def process_of(run_id: str, word: str) -> int:
 def streaming(out: Path) -> bool:
     """The first version was streamed and is live: every process of the run is there and at work."""
     return any(line["train_step"] > 0 for line in read_lines(out / "versions.jsonl"))
+
+
+@pytest.fixture(autouse=True)
+def no_semaphores_left() -> Iterator[None]:
+    """Their names are random, so all that are there afterwards and were not before count as the run's."""
+    before = set(owned.SHM.glob("sem.mp-*"))
+    yield
+    wait_for("the run's semaphores to go", lambda: set(owned.SHM.glob("sem.mp-*")) <= before, END_S)
 
 
 def nothing_left(left: owned.Owner, segments: set[str]) -> bool:
