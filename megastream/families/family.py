@@ -88,15 +88,21 @@ class Family:
         rows = [row for row in self.rows if row.layers == "none"]
         return {row.kind: row.engine if side == "engine" else row.trainer[0] for row in rows}
 
+    def engine_spares(self) -> tuple[Kind, ...]:
+        """Kinds outside the layers that the engine keeps on every pipeline stage, also where no step reads them."""
+        return tuple(row.kind for row in self.rows if row.engine_spare)
+
     def _walk(
         self, shape: ModelShape, layers: Sequence[int], experts: Sequence[int]
     ) -> Iterator[tuple[Row, int | None, int | None]]:
-        for row in self.rows:
+        sizes = self.sizes(shape)
+        rows = [row for row in self.rows if _exists(row, sizes)]
+        for row in rows:
             if row.layers == "none":
                 yield row, None, None
         for layer in layers:
             kinds = ("every", "moe") if self.is_moe(shape, layer) else ("every", "dense")
-            for row in self.rows:
+            for row in rows:
                 if row.layers in kinds:
                     for expert in experts if row.kind == "expert" else (None,):
                         yield row, layer, expert
@@ -106,7 +112,10 @@ class Family:
             raise ValueError(f"{name}: layer {match.layer} of a model with {shape.num_layers} layers")
         if match.row.kind == "expert" and not 0 <= (-1 if expert is None else expert) < shape.num_experts:
             raise ValueError(f"{name}: expert {expert} of a model with {shape.num_experts} experts")
-        specs = _specs(match.row, shape, self.sizes(shape), match.layer, expert)
+        sizes = self.sizes(shape)
+        if not _exists(match.row, sizes):
+            raise ValueError(f"{name}: a {self.name} with this config.json does not have it")
+        specs = _specs(match.row, shape, sizes, match.layer, expert)
         return Entry(match.row.kind, rule, specs, shape.head_dim)
 
     def _match(self, index: dict[str, _Template], name: str, what: str) -> _Match:
@@ -131,6 +140,10 @@ class Family:
 
 def _index(names: Iterator[tuple[Row, str]]) -> dict[str, _Template]:
     return {_FIELD.sub("#", name): _Template(row, tuple(_FIELD.findall(name))) for row, name in names}
+
+
+def _exists(row: Row, sizes: dict[str, int]) -> bool:
+    return all(sizes[dim] for source in row.sources for dim in source.dims)
 
 
 def _specs(

@@ -41,7 +41,10 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A Hugging Face tensor: name with `{layer}` and `{expert}`, and its shape in names of the family's sizes."""
+    """A Hugging Face tensor: name with `{layer}` and `{expert}`, and its shape in names of the family's sizes.
+
+    A tensor with a dim of size 0 (biases that a config switches off) is not in the model, nor is its row.
+    """
 
     name: str
     dims: tuple[str, ...]
@@ -53,7 +56,8 @@ class Row:
 
     `trainer` lists every name that Megatron's specs (local, Transformer Engine) use for it. Experts of kind `expert`
     are one parameter each on the trainer; `engine_stacked` says that the engine stacks them on a leading dim.
-    `tied_to` replaces the sources in a model with tied embeddings.
+    `tied_to` replaces the sources in a model with tied embeddings. `engine_spare` (rows outside layers): every pipeline
+    stage of the engine has the parameter, also those that never read it.
     """
 
     kind: Kind
@@ -65,3 +69,4 @@ class Row:
     engine_rule: str
     engine_stacked: bool = False
     tied_to: Source | None = None
+    engine_spare: bool = False

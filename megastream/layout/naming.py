@@ -51,3 +51,6 @@ class Names(Protocol[Shape_contra]):
 
     def outer_names(self, side: Literal["trainer", "engine"], shape: Shape_contra) -> dict[Kind, str]:
         """The names outside the layers, by kind: embed, norm, head."""
+
+    def engine_spares(self) -> tuple[Kind, ...]:
+        """Kinds outside the layers that the engine keeps on every pipeline stage, also where no step reads them."""

@@ -152,10 +152,13 @@ def _engine_layout(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, rank: int) 
     coords = engine_coords(mesh, rank)
     outer = family.outer_names("engine", shape)
     first, last = coords["pp"] == 0, coords["pp"] == mesh.pp - 1
-    # Every vLLM stage has embedding, norm and head; a tied head is the embedding itself on a lone stage.
+    # A tied head is the embedding itself on a lone stage.
     if shape.tied and first and last:
         del outer["head"]
-    unused = [name for kind, name in outer.items() if not (first if kind == "embed" else last)]
+    idle = {kind for kind in outer if not (first if kind == "embed" else last)}
+    spares = family.engine_spares()
+    outer = {kind: name for kind, name in outer.items() if kind not in idle or kind in spares}
+    unused = [name for kind, name in outer.items() if kind in idle]
     experts = _local_experts(shape.num_experts, mesh.ep, coords["ep"])
     padded = _round_up(_round_up(shape.vocab, VLLM_VOCAB_MULTIPLE), mesh.tp)
     layers = engine_stage_layers(mesh, shape.num_layers, coords["pp"])

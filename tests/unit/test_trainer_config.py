@@ -71,7 +71,6 @@ def test_a_hugging_face_config_makes_the_trainer_s(config: TrainerConfig) -> Non
     ("field", "value"),
     [
         ("hidden_act", "gelu"),
-        ("attention_bias", True),
         ("use_sliding_window", True),
         ("mlp_only_layers", [0]),
         ("decoder_sparse_step", 2),
@@ -84,6 +83,12 @@ def test_fields_that_the_model_does_not_have_are_refused(field: str, value: Any)
     name = "rope_type" if field == "rope_scaling" else field
     with pytest.raises(ValueError, match=f"config.json field {name}=.* is not supported by the trainer's own model"):
         TrainerConfig.of(shape, max_sequence=16)
+
+
+def test_biases_that_no_row_has_are_refused() -> None:
+    """transformers would put them on queries, keys, values and outputs."""
+    with pytest.raises(ValueError, match="attention_bias is True; qwen3_moe has a table for False only"):
+        load_shape({**hf_config(tiny_config()), "attention_bias": True})
 
 
 @pytest.mark.parametrize(

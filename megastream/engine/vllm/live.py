@@ -51,11 +51,12 @@ class VllmLiveModel:
 
     @cached_property
     def unused(self) -> tuple[str, ...]:
-        """Copies that the Qwen models keep on a pipeline stage that never reads them."""
+        """Copies of embedding, norm and head that many models keep on pipeline stages that never read them."""
         stage, num_stages = self._coords["pp"], self._coords["pp_size"]
         first, last = stage == 0, stage == num_stages - 1
-        read_here = {"model.embed_tokens.weight": first, "model.norm.weight": last, "lm_head.weight": last}
-        return tuple(name for name in self.buffers if not read_here.get(name, True))
+        outer = self._family.outer_names("engine", self._shape)
+        idle = {name for kind, name in outer.items() if not (first if kind == "embed" else last)}
+        return tuple(name for name in self.buffers if name in idle)
 
     @property
     def names(self) -> tuple[str, ...]:

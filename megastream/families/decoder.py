@@ -1,0 +1,53 @@
+"""Shape of a decoder with grouped-query attention, as nearly all families write it into their config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megastream.families.config import flag, number
+from megastream.families.types import ModelShape
+
+
+def decoder_shape(family: str, config: dict[str, object], **experts: int) -> ModelShape:
+    """Shape from the usual fields; `experts` gives num_experts, top_k and expert_ffn of a family that has them.
+
+    ValueError names a field that is missing or not a number.
+    """
+    hidden, num_heads = number(config, "hidden_size"), number(config, "num_attention_heads")
+    if not num_heads:
+        raise ValueError("config.json field num_attention_heads is 0; it must be above 0")
+    return ModelShape(
+        family=family,
+        num_layers=number(config, "num_hidden_layers"),
+        hidden=hidden,
+        num_heads=num_heads,
+        num_kv_heads=number(config, "num_key_value_heads", num_heads),
+        head_dim=number(config, "head_dim", hidden // num_heads),
+        vocab=number(config, "vocab_size"),
+        tied=flag(config, "tie_word_embeddings"),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+        raw=dict(config),
+        **{"num_experts": 0, "top_k": 0, "expert_ffn": 0, **experts},
+    )
+
+
+def decoder_sizes(shape: ModelShape) -> dict[str, int]:
+    """The numbers that the dims of the shared rows are written in."""
+    return {
+        "vocab": shape.vocab,
+        "hidden": shape.hidden,
+        "q": shape.num_heads * shape.head_dim,
+        "kv": shape.num_kv_heads * shape.head_dim,
+        "head_dim": shape.head_dim,
+        "experts": shape.num_experts,
+        "expert_ffn": shape.expert_ffn,
+        "dense_ffn": number(shape.raw, "intermediate_size", 0),
+    }
+
+
+def refuse_unless(family: str, config: Mapping[str, Any], **fixed: object) -> None:
+    """ValueError names the first field that has another value than the one that the family's table is for."""
+    for key, value in fixed.items():
+        if (found := config.get(key, value)) not in (value, None):
+            raise ValueError(f"config.json field {key} is {found!r}; {family} has a table for {value!r} only")

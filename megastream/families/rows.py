@@ -1,0 +1,122 @@
+"""The rows that many families share, so that each family's file reads as a table of what is its own.
+
+Names are given inside a layer: `self_attn.o_proj.weight` stands for `model.layers.{layer}.self_attn.o_proj.weight`,
+on Megatron's side for `decoder.layers.{layer}.…`. vLLM's names, layouts and what it keeps on which pipeline stage are
+those of its model files; Megatron's are those of its GPT layer specs, first the local one, then Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megastream.families.types import Layers, Row, Source
+
+_HF = "model.layers.{layer}."
+_TRAINER = "decoder.layers.{layer}."
+
+
+def hf(name: str, *dims: str) -> Source:
+    """A Hugging Face tensor of a layer and the sizes of its dims."""
+    return Source(_HF + name, dims)
+
+
+def layer_row(
+    layers: Layers,
+    sources: Source | tuple[Source, ...],
+    trainer: str | tuple[str, ...],
+    rule: str,
+    *,
+    engine: str = "",
+    engine_rule: str = "",
+    **more: Any,
+) -> Row:
+    """One parameter of a layer. The engine has the (first) source's name and the trainer's rule unless it is said."""
+    sources = (sources,) if isinstance(sources, Source) else sources
+    names = (trainer,) if isinstance(trainer, str) else trainer
+    return Row(
+        kind=more.pop("kind", "dense"),
+        layers=layers,
+        sources=sources,
+        trainer=tuple(_TRAINER + name for name in names),
+        trainer_rule=rule,
+        engine=_HF + engine if engine else sources[0].name,
+        engine_rule=engine_rule or rule,
+        **more,
+    )
+
+
+def ends(*, spares: bool) -> tuple[Row, ...]:
+    """Embedding, final norm and head. `spares`: vLLM keeps all three on every pipeline stage, read or not."""
+    embed = Source("model.embed_tokens.weight", ("vocab", "hidden"))
+    head = Source("lm_head.weight", ("vocab", "hidden"))
+    norm = Source("model.norm.weight", ("hidden",))
+    return (
+        _end("embed", embed, "embedding.word_embeddings.weight", "vocab", spares),
+        _end("norm", norm, "decoder.final_layernorm.weight", "same", spares),
+        _end("head", head, "output_layer.weight", "vocab", spares, tied_to=embed),
+    )
+
+
+def _end(kind: Any, source: Source, trainer: str, rule: str, spare: bool, **more: Any) -> Row:
+    return Row(kind, "none", (source,), (trainer,), rule, source.name, rule, engine_spare=spare, **more)
+
+
+def mlp(layers: Layers, prefix: str, ffn: str, trainer: str) -> tuple[Row, ...]:
+    """A gated MLP, `prefix` on Hugging Face's and vLLM's side, that tensor parallelism cuts: dense or shared expert."""
+    gate, up = hf(f"{prefix}gate_proj.weight", ffn, "hidden"), hf(f"{prefix}up_proj.weight", ffn, "hidden")
+    return (
+        layer_row(layers, (gate, up), f"{trainer}linear_fc1.weight", "gated", engine=f"{prefix}gate_up_proj.weight"),
+        layer_row(layers, hf(f"{prefix}down_proj.weight", "hidden", ffn), f"{trainer}linear_fc2.weight", "row"),
+    )
+
+
+def experts(prefix: str = "mlp.experts.", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Any:
+    """Routed experts, one Hugging Face tensor each; `names` are those of gate, up and down. vLLM stacks them."""
+    gate, up = (hf(f"{prefix}{{expert}}.{name}.weight", "expert_ffn", "hidden") for name in names[:2])
+    down = hf(f"{prefix}{{expert}}.{names[2]}.weight", "hidden", "expert_ffn")
+    stacked: dict[str, Any] = dict(kind="expert", engine_stacked=True)
+    fc1, fc2 = expert_linear("linear_fc1"), expert_linear("linear_fc2")
+    return (
+        layer_row("moe", (gate, up), fc1, "gated", engine=f"{prefix}routed_experts.w13_weight", **stacked),
+        layer_row("moe", down, fc2, "row", engine=f"{prefix}routed_experts.w2_weight", **stacked),
+    )
+
+
+def expert_linear(linear: str, what: str = "weight") -> tuple[str, ...]:
+    """Megatron's names of an expert's linear: SequentialMLP, then TEGroupedMLP (expert index behind `weight`)."""
+    return f"mlp.experts.local_experts.{{expert}}.{linear}.{what}", f"mlp.experts.{linear}.{what}{{expert}}"
+
+
+def router(name: str = "mlp.gate.weight", **more: Any) -> Row:
+    """The router's weight."""
+    return layer_row("moe", hf(name, "experts", "hidden"), "mlp.router.weight", "same", **more)
+
+
+def _qkv(what: str, engine: str, *dims: str) -> Row:
+    sources = tuple(hf(f"self_attn.{n}_proj.{what}", size, *dims) for n, size in (("q", "q"), ("k", "kv"), ("v", "kv")))
+    trainer = f"self_attention.linear_qkv.{what}"
+    return layer_row("every", sources, trainer, "grouped_qkv", engine=engine, engine_rule="concat_qkv")
+
+
+INPUT_NORM = layer_row(
+    "every",
+    hf("input_layernorm.weight", "hidden"),
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    "same",
+)
+MLP_NORM = layer_row(
+    "every",
+    hf("post_attention_layernorm.weight", "hidden"),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    "same",
+)
+QKV = _qkv("weight", "self_attn.qkv_proj.weight", "hidden")
+QKV_BIAS = _qkv("bias", "self_attn.qkv_proj.bias")
+OUTPUT = layer_row("every", hf("self_attn.o_proj.weight", "hidden", "q"), "self_attention.linear_proj.weight", "row")
+QK_NORM = (
+    layer_row("every", hf("self_attn.q_norm.weight", "head_dim"), "self_attention.q_layernorm.weight", "same"),
+    layer_row("every", hf("self_attn.k_norm.weight", "head_dim"), "self_attention.k_layernorm.weight", "same"),
+)
+ATTENTION = (INPUT_NORM, QKV, OUTPUT, MLP_NORM)
+"""Grouped-query attention between its two norms, without biases."""
+DENSE_MLP = mlp("dense", "mlp.", "dense_ffn", "mlp.")
