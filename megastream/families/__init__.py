@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megastream.families import qwen2_moe, qwen3_moe
+from megastream.families import llama, mixtral, qwen2_moe, qwen3, qwen3_moe
 from megastream.families.bounds import check_shape
 from megastream.families.family import Family
 from megastream.families.types import ModelShape, Place, Row, Source
@@ -14,7 +14,10 @@ from megastream.families.types import ModelShape, Place, Row, Source
 __all__ = ["FAMILIES", "Family", "ModelShape", "Place", "Row", "Source", "family_of", "load_shape"]
 
 FAMILIES: dict[str, Family] = {
+    "llama": llama.FAMILY,
+    "mixtral": mixtral.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
+    "qwen3": qwen3.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
 }
 

@@ -21,13 +21,15 @@ LARGEST = {
 """Far above any model there is; beyond it a number is a slip, and planning with it would not end."""
 
 
-def number(config: Mapping[str, object], key: str, default: int | None = None) -> int:
+def number(config: Mapping[str, object], key: str, default: int | None = None, *, least: int = 0) -> int:
     """A whole number. ValueError names a field that is missing (and has no default), something else, or too large."""
     value = config.get(key)
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"config.json field {key} is {value!r}; expected a whole number")
+    if value < least:
+        raise ValueError(f"config.json field {key} is {value}; it must be at least {least}")
     if value > LARGEST.get(key, value):
         raise ValueError(f"config.json field {key} is {value}; it is at most {LARGEST[key]}")
     return value

@@ -51,3 +51,13 @@ def refuse_unless(family: str, config: Mapping[str, Any], **fixed: object) -> No
     for key, value in fixed.items():
         if (found := config.get(key, value)) not in (value, None):
             raise ValueError(f"config.json field {key} is {found!r}; {family} has a table for {value!r} only")
+
+
+def no_experts(shape: ModelShape, layer: int) -> bool:
+    """For families without experts."""
+    return False
+
+
+def only_experts(shape: ModelShape, layer: int) -> bool:
+    """For families whose layers all have experts."""
+    return True

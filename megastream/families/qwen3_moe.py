@@ -31,7 +31,7 @@ def read_moe(family: str, config: dict[str, object]) -> ModelShape:
     if moe_layers and not shape.num_experts:
         raise ValueError(f"config.json field num_experts is missing or 0, and {moe_layers} layers need experts")
     if moe_layers < shape.num_layers:
-        number(config, "intermediate_size")
+        number(config, "intermediate_size", least=1)
     return shape
 
 

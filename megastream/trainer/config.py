@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from megastream.families.types import ModelShape
 
+BUILT_FAMILIES = ("qwen2_moe", "qwen3_moe")
+"""Families whose models `gpt.py` builds; a trainer with a model of its own can stream any that has a table."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
@@ -72,9 +75,14 @@ class TrainerConfig:
     def of(cls, shape: ModelShape, **settings: Any) -> TrainerConfig:
         """The config that trains a Hugging Face model of this shape; `settings` are the remaining fields.
 
-        ValueError names a field of config.json that this trainer's model does not have.
+        ValueError names a family that it does not build, or a field of config.json that its model does not have.
         """
         raw = shape.raw
+        if shape.family not in BUILT_FAMILIES:
+            raise ValueError(
+                f"model family {shape.family} is not built by the trainer's own model, only "
+                f"{' and '.join(BUILT_FAMILIES)}; build the model with a training script of your own"
+            )
         _refuse_fields(raw)
         rope = raw.get("rope_parameters") or raw
         qwen2 = shape.family == "qwen2_moe"

@@ -108,8 +108,8 @@ def _add_trainer(world: World, mesh: Mesh, rank: int, arrays: Arrays, bucket: in
 def _add_engine(world: World, mesh: Mesh, rank: int, layers: list[list[int]]) -> None:
     at = engine_coords(mesh, rank)
     arrays, unused = vllm_rank(world.model, at["tp"], mesh.tp, mesh.ep > 1, at["pp"], layers)
-    experts = vllm_experts(world.model.raw["num_experts"], at["tp"], mesh.tp) if mesh.ep > 1 else None
-    slots = tuple(experts or range(world.model.raw["num_experts"]))
+    experts = vllm_experts(world.model.num_experts, at["tp"], mesh.tp) if mesh.ep > 1 else None
+    slots = tuple(experts or range(world.model.num_experts))
     params = [
         EngineParam(name, array.shape, "float32", slots if "routed_experts" in name else None)
         for name, array in arrays.items()

@@ -85,6 +85,12 @@ def test_fields_that_the_model_does_not_have_are_refused(field: str, value: Any)
         TrainerConfig.of(shape, max_sequence=16)
 
 
+def test_a_family_that_is_not_built_is_refused_by_name() -> None:
+    shape = load_shape({**hf_config(tiny_config()), "model_type": "llama"})
+    with pytest.raises(ValueError, match="llama is not built by the trainer's own model, only qwen2_moe and qwen3_moe"):
+        TrainerConfig.of(shape, max_sequence=16)
+
+
 def test_biases_that_no_row_has_are_refused() -> None:
     """transformers would put them on queries, keys, values and outputs."""
     with pytest.raises(ValueError, match="attention_bias is True; qwen3_moe has a table for False only"):

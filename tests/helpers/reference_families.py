@@ -1,0 +1,103 @@
+"""Which blocks a family's layers are made of, and what its config.json says; read from `transformers` and vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.helpers.reference_blocks import Attention, Config, Experts, Mlp, Norms, Whole
+
+
+@dataclass(frozen=True)
+class Reference:
+    """`blocks(config, layer)`: what the layer consists of. `ends`: vLLM's embedding, norm and head; `spares`: those of
+    them that it keeps on every pipeline stage."""
+
+    base: dict[str, Any]
+    blocks: Callable[[Config, int], list[Any]]
+    ends: tuple[str, str, str] = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    spares: tuple[str, ...] = ()
+    small: dict[str, Any] = field(default_factory=dict)
+    """What, beside TINY, makes the model so small that thousands of layouts can be tried."""
+
+    def config(self, **changes: Any) -> dict[str, Any]:
+        return self.base | changes
+
+
+DENSE: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "hidden_size": 48,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "intermediate_size": 40,
+    "vocab_size": 101,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+"""All numbers distinct, head_dim not hidden / heads, layers prime."""
+
+QWEN3_MOE = DENSE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 12,  # 10 sorts before 2 as text
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+}
+TINY = dict(num_hidden_layers=3, hidden_size=6, num_attention_heads=4, head_dim=2, vocab_size=11, intermediate_size=8)
+"""3 layers, 4 query and 2 key/value heads."""
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """A Qwen3-MoE."""
+    return QWEN3_MOE | changes
+
+
+def _qwen3_moe(c: Config, layer: int) -> list[Any]:
+    dense = layer in c.get("mlp_only_layers", ())
+    mlp = Mlp(c["intermediate_size"]) if dense else Experts(c["moe_intermediate_size"])
+    return [Norms((True, dense)), Attention(qk_norm=True), mlp]
+
+
+def _qwen2_moe(c: Config, layer: int) -> list[Any]:
+    if layer in c.get("mlp_only_layers", ()):
+        return [Norms((True, True)), Attention(bias=True), Mlp(c["intermediate_size"])]
+    shared = Mlp(c["shared_expert_intermediate_size"], "mlp.shared_expert.", "mlp.shared_experts.")
+    gate = Whole("mlp.shared_expert_gate.weight", (1, c["hidden_size"]), "mlp.shared_experts.gate_weight")
+    return [Norms(), Attention(bias=True), Experts(c["moe_intermediate_size"]), shared, gate]
+
+
+def _qwen3(c: Config, layer: int) -> list[Any]:
+    return [Norms((True, True)), Attention(qk_norm=True), Mlp(c["intermediate_size"])]
+
+
+def _llama(c: Config, layer: int) -> list[Any]:
+    return [Norms((True, True)), Attention(), Mlp(c["intermediate_size"])]
+
+
+def _mixtral(c: Config, layer: int) -> list[Any]:
+    experts = Experts(c["intermediate_size"], "block_sparse_moe.", ("w1", "w3", "w2"))
+    return [Norms(), Attention(), experts]
+
+
+EVERYWHERE = ("embed", "norm", "head")
+
+REFERENCES = {
+    "qwen3_moe": Reference(
+        QWEN3_MOE, _qwen3_moe, spares=EVERYWHERE, small=dict(num_experts=4, moe_intermediate_size=8)
+    ),
+    "qwen2_moe": Reference(
+        QWEN3_MOE | {"model_type": "qwen2_moe", "head_dim": 6, "shared_expert_intermediate_size": 24},
+        _qwen2_moe,
+        spares=EVERYWHERE,
+        small=dict(num_experts=4, moe_intermediate_size=8, hidden_size=8, shared_expert_intermediate_size=4),
+    ),
+    "qwen3": Reference(DENSE | {"model_type": "qwen3"}, _qwen3),
+    "llama": Reference(DENSE | {"model_type": "llama"}, _llama),
+    "mixtral": Reference(
+        DENSE | {"model_type": "mixtral", "num_local_experts": 12, "num_experts_per_tok": 2},
+        _mixtral,
+        spares=EVERYWHERE,
+        small=dict(num_local_experts=4),
+    ),
+}

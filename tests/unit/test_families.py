@@ -1,0 +1,127 @@
+"""Every family in FAMILIES, against arrays cut by hand: a new one is taken up here by itself, and needs a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megastream.families import FAMILIES
+from tests.helpers.layout_reference import Model
+from tests.helpers.layout_world import differing, make_world
+from tests.helpers.reference_families import REFERENCES, TINY
+
+FULL_EXAMPLES = 700
+"""Of which at least 500 must be distinct pairs of layouts."""
+
+
+@cache
+def awkward(family: str, **changes: object) -> Model:
+    """7 layers, 12 experts, vocabulary 101, 2 key/value heads, head_dim unlike hidden / heads."""
+    return Model(REFERENCES[family].config(**changes))
+
+
+@cache
+def tiny(family: str, tied: bool) -> Model:
+    reference = REFERENCES[family]
+    return Model(reference.config(**{**TINY, **reference.small, "tie_word_embeddings": tied}))
+
+
+def test_every_family_has_a_reference() -> None:
+    assert set(REFERENCES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_has_exactly_the_model_s_tensors(family: str) -> None:
+    model = awkward(family)
+    shapes = {spec.name: spec.shape for spec in model.family.tensors(model.shape)}
+    assert shapes == {name: array.shape for name, array in model.tensors.items()}
+
+
+PAIRS = [
+    # trainer, its stages, engine, its stages, who sends, Transformer Engine's names
+    pytest.param("tp2 etp1 pp2 ep2", (4, 3), "tp2 ep2", (7,), "slice", True),
+    pytest.param("pp3 ep4 dp4", (3, 2, 2), "tp2 ep2", (7,), "replica", True, marks=pytest.mark.full),
+    pytest.param("tp2 etp1 pp2 ep4 dp2", (3, 4), "tp4 pp3", (2, 3, 2), "slice", False, marks=pytest.mark.full),
+    pytest.param("tp4 etp2 ep2 dp1", (7,), "tp8 ep8", (7,), "replica", False, marks=pytest.mark.full),
+    pytest.param("tp1 dp3", (7,), "pp3", (2, 3, 2), "slice", True, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("trainer", "stages", "engine", "engine_stages", "ownership", "te"), PAIRS)
+def test_awkward_sizes_arrive_once(family, trainer, stages, engine, engine_stages, ownership, te) -> None:
+    sides = dict(trainer_stages=stages, engine_stages=engine_stages, ownership=ownership, te=te)
+    world = make_world(awkward(family), trainer, engine, **sides)
+    plan = world.plan(1 << 16)
+    assert differing(world, plan) == []
+    assert plan.payload_bytes == 4 * sum(int((array == array).sum()) for array in world.expected.values())
+
+
+Pair = tuple[str, tuple[int, ...], str, tuple[int, ...]]
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> Pair:
+    """Valid pairs of layouts for 3 layers, 4 experts, 4 query and 2 key/value heads."""
+    tp, etp = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (1, 2), (4, 2), (4, 1)]))
+    ep, extra = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+    dp = max(etp * ep // tp, 1) * extra
+    dp = dp if tp * dp % (etp * ep) == 0 else dp * 2
+    splits = [(3,), (1, 2), (2, 1), (1, 1, 1)]
+    stages, engine_stages = draw(st.sampled_from(splits)), draw(st.sampled_from(splits))
+    engine_tp = draw(st.sampled_from([1, 2, 4]))
+    engine_ep = draw(st.sampled_from([1, engine_tp]))
+    engine = f"tp{engine_tp} ep{engine_ep} pp{len(engine_stages)}"
+    return f"tp{tp} etp{etp} ep{ep} dp{dp} pp{len(stages)}", stages, engine, engine_stages
+
+
+def property_test(family: str, max_examples: int) -> Callable[[], set[Pair]]:
+    """Runs a family through drawn pairs of layouts and returns those that it met."""
+    seen: set[Pair] = set()
+
+    @settings(max_examples=max_examples, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        pair=pairs(),
+        ownership=st.sampled_from(["replica", "slice"]),
+        tied=st.booleans(),
+        te=st.booleans(),
+        bucket=st.sampled_from([500, 1 << 30]),
+        experts_per_unit=st.integers(1, 5),
+    )
+    def run(pair: Pair, ownership: str, tied: bool, te: bool, bucket: int, experts_per_unit: int) -> None:
+        trainer, stages, engine, engine_stages = pair
+        world = make_world(
+            tiny(family, tied),
+            trainer,
+            engine,
+            trainer_stages=stages,
+            engine_stages=engine_stages,
+            ownership=ownership,
+            te=te,
+            bucket=bucket,
+            pad=4,
+        )
+        assert differing(world, world.plan(1 << 12, experts_per_unit)) == []
+        seen.add(pair)
+
+    def whole() -> set[Pair]:
+        run()
+        return seen
+
+    return whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_layouts(family: str) -> None:
+    assert len(property_test(family, 6)()) > 3
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_five_hundred_pairs_of_layouts(family: str) -> None:
+    assert len(property_test(family, FULL_EXAMPLES)()) >= 500
