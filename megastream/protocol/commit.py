@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from megastream.protocol.mix import Mix
+from megastream.protocol.part_records import UnitsSealed
 from megastream.protocol.records import Accepted, Sealed, WeightsReady
 from megastream.protocol.staging import Key
 from megastream.protocol.terms import ProtocolError, Terms
@@ -12,6 +16,8 @@ from megastream.protocol.terms import ProtocolError, Terms
 @dataclass(slots=True)
 class _Version:
     sealed: dict[tuple[int, int], Sealed] = field(default_factory=dict)
+    units: defaultdict[tuple[int, str], set[int]] = field(default_factory=lambda: defaultdict(set))
+    """(attempt, unit) -> ranks that have sealed it before the rest."""
     accepted: int | None = None
     manifest: WeightsReady | None = None
 
@@ -22,13 +28,27 @@ class CommitTable:
     A version is ready when it is accepted, its manifest is there, and every rank sealed the accepted attempt under
     the same plan. The newest ready version goes first and older ones are dropped as a whole; at most one commit is
     under way; nothing goes backwards. Records may arrive in any order. ProtocolError names a contradiction.
+
+    Units of one version at a time, the open one, can be committed before it is ready, each once and never all of them:
+    the last ones come with the version. An open version is closed by its own commit, or overtaken by that of a newer
+    one, which writes every unit. So live weights are of two versions at most.
     """
 
-    def __init__(self, terms: Terms, world_size: int) -> None:
+    def __init__(self, terms: Terms, world_size: int, holders: Mapping[str, Collection[int]] | None = None) -> None:
+        """`holders`: engine ranks that hold a part of each unit. Without them no unit is committed early."""
         self.terms, self.world_size = terms, world_size
+        self.holders = dict(holders or {})
         self.live = terms.base_version - 1
+        """The newest version of which every unit is live."""
         self.in_flight: Key | None = None
         self.poisoned = False
+        self.whole_next = False
+        """Nothing is committed early before a version was committed whole: one did not become complete in time."""
+        self._open: int | None = None
+        self._ahead: tuple[str, ...] = ()
+        """Units that are live at the open version, in the order of their commits."""
+        self._part: tuple[str, ...] = ()
+        """Units of the commit under way, when it is not one of a whole version."""
         self._closed = False
         self._versions: dict[int, _Version] = {}
         """Only what is newer than `live`."""
@@ -38,15 +58,32 @@ class CommitTable:
         """No commit is under way, and none will start."""
         return self._closed and self.in_flight is None
 
+    @property
+    def mix(self) -> Mix | None:
+        """What live weights hold once the commit under way, if any, has succeeded; None while it is one version."""
+        ahead = self._ahead + self._part
+        if self._open is None:
+            return None
+        behind = tuple(unit for unit in self.holders if unit not in ahead)
+        return Mix(self.live, self._open, ahead, behind)
+
     def sealed(self, record: Sealed) -> None:
         version = self._version(record)
         if version is None:
             return
-        self._same_plan(record.plan_digest, f"engine rank {record.rank} sealed version {record.version}")
-        if not 0 <= record.rank < self.world_size:
-            raise ProtocolError(f"engine rank {record.rank} sealed a version, the engine has {self.world_size} ranks")
+        self._check_seal(record)
         version.sealed[record.attempt, record.rank] = record
         self._check_elements(record.version, version)
+
+    def units_sealed(self, record: UnitsSealed) -> None:
+        version = self._version(record)
+        if version is None:
+            return
+        self._check_seal(record)
+        for unit in record.units:
+            if record.rank not in self.holders.get(unit, ()):
+                raise ProtocolError(f"engine rank {record.rank} sealed unit {unit}, of which it holds nothing")
+            version.units[record.attempt, unit].add(record.rank)
 
     def accepted(self, record: Accepted) -> None:
         version = self._version(record)
@@ -77,49 +114,103 @@ class CommitTable:
         """The version to commit now: the newest ready one, or None. Call `start` with it."""
         if self._closed or self.in_flight is not None:
             return None
-        ready = [number for number in self._versions if self.is_ready(number)]
-        if not ready:
-            return None
-        newest = max(ready)
-        attempt = self._versions[newest].accepted
-        assert attempt is not None
-        return Key(self.terms.incarnation, newest, attempt)
+        ready = [number for number in self._versions if self.is_ready(number) and number >= (self._open or 0)]
+        return self._key(max(ready)) if ready else None
 
-    def start(self, key: Key) -> None:
-        """The ordered commit of `key` was enqueued."""
-        if self.in_flight is not None or key.version <= self.live:
-            raise ProtocolError(f"cannot commit {key}: in flight {self.in_flight}, live version {self.live}")
-        self.in_flight = key
+    def next_early(self) -> tuple[Key, frozenset[str]] | None:
+        """The version of which units may become live before the rest, and those units; None when there are none.
+
+        That is the open version, else the oldest one that is accepted and has such units: a newer one overtakes it only
+        when it is ready. Call `start` with some of the units, unless `next_commit` has a whole version.
+        """
+        if self._closed or self.in_flight is not None or self.poisoned or self.whole_next:
+            return None
+        for number in sorted(self._versions) if self._open is None else [self._open]:
+            units = self._early_units(self._versions[number])
+            if units:
+                return self._key(number), units
+        return None
+
+    def start(self, key: Key, part: Collection[str] = ()) -> tuple[str, ...] | None:
+        """The ordered commit of `key`, or of `part` of it, is enqueued now.
+
+        Returns the units that it has to write; None for every unit, whatever is live already.
+        """
+        if self.in_flight is not None or key.version <= self.live or key.version < (self._open or 0):
+            raise ProtocolError(
+                f"cannot commit {key}: in flight {self.in_flight}, live version {self.live}, open version {self._open}"
+            )
+        if part:
+            self._check_part(key, part)
+            self._open = key.version
+        self.in_flight, self._part = key, tuple(part)
+        if part:
+            return self._part
+        is_rest = self._open == key.version and not self.poisoned and not self.whole_next
+        return tuple(unit for unit in self.holders if unit not in self._ahead) if is_rest else None
 
     def finish(self, ok: bool) -> tuple[int, ...]:
         """All ranks replied. Returns the versions that were overtaken and are dropped, oldest first.
 
-        When a rank failed the engine is poisoned until a later version commits on all ranks.
+        When a rank failed the engine is poisoned until a version is committed whole on all ranks: a later one, or that
+        of which a part failed.
         """
         assert self.in_flight is not None, "finish without start"
         done, self.in_flight = self.in_flight.version, None
-        overtaken = tuple(sorted(number for number in self._versions if self.live < number < done))
-        self.live = done
         self.poisoned = not ok
-        self._versions = {number: v for number, v in self._versions.items() if number > done}
+        if self._part:
+            self._ahead, self._part = self._ahead + self._part, ()
+            return ()
+        overtaken = tuple(sorted(number for number in self._versions if self.live < number < done))
+        self.skip_to(done)
         return overtaken
 
     def skip_to(self, version: int) -> None:
-        """`version` is already live (its bytes were compared, or the host loaded it whole)."""
+        """`version` is live in every unit (committed, its bytes were compared, or the host loaded it whole)."""
         self.live = max(self.live, version)
+        self._open, self._ahead, self.whole_next = None, (), False
         self._versions = {number: v for number, v in self._versions.items() if number > self.live}
 
     def close(self) -> None:
         """No further commit starts."""
         self._closed = True
 
-    def _version(self, record: Sealed | Accepted | WeightsReady) -> _Version | None:
+    def _key(self, number: int) -> Key:
+        attempt = self._versions[number].accepted
+        assert attempt is not None, f"version {number} is not accepted"
+        return Key(self.terms.incarnation, number, attempt)
+
+    def _early_units(self, version: _Version) -> frozenset[str]:
+        """Units that every rank which holds them has sealed in the accepted attempt, and that are not live yet."""
+        if version.accepted is None:
+            return frozenset()
+        return frozenset(
+            unit
+            for (attempt, unit), ranks in version.units.items()
+            if attempt == version.accepted and ranks.issuperset(self.holders[unit]) and unit not in self._ahead
+        )
+
+    def _check_part(self, key: Key, part: Collection[str]) -> None:
+        if self._open is not None and key.version != self._open:
+            raise ProtocolError(f"cannot commit units of version {key.version} while version {self._open} is open")
+        version = self._versions.get(key.version)
+        if version is None or version.accepted != key.attempt or not self._early_units(version).issuperset(part):
+            raise ProtocolError(f"units of {key} are not sealed everywhere and accepted: {', '.join(part)}")
+        if len(self._ahead) + len(part) >= len(self.holders):
+            raise ProtocolError(f"the last units of version {key.version} come with its manifest, not before")
+
+    def _version(self, record: Sealed | UnitsSealed | Accepted | WeightsReady) -> _Version | None:
         if record.incarnation != self.terms.incarnation:
             raise ProtocolError(
                 f"version {record.version} of incarnation {record.incarnation} in attachment {self.terms.attachment} "
                 f"of incarnation {self.terms.incarnation}"
             )
         return None if record.version <= self.live else self._versions.setdefault(record.version, _Version())
+
+    def _check_seal(self, record: Sealed | UnitsSealed) -> None:
+        self._same_plan(record.plan_digest, f"engine rank {record.rank} sealed version {record.version}")
+        if not 0 <= record.rank < self.world_size:
+            raise ProtocolError(f"engine rank {record.rank} sealed a version, the engine has {self.world_size} ranks")
 
     def _same_plan(self, digest: str, who: str) -> None:
         if digest != self.terms.plan_digest:

@@ -12,32 +12,35 @@ Who writes what, in the order of a run:
     trainer rank    Emitted           "my pieces of (V, attempt) are all out"
     trainer rank 0  Accepted          "(V, attempt) is decided: the step counts"
     trainer rank 0  WeightsReady      the manifest of V
+    engine rank     UnitsSealed       "these units of (V, attempt) are, the others not yet" (gates that commit in parts)
     engine rank     Sealed            "all planned elements of (V, attempt) are in and checked"
     engine rank     Loaded            "my whole-model load of V took so long" (gate `pause` only)
     engine core     Committed         "V is live on every rank" (gate `pause`: written by the host that paused)
+    engine core     PartCommitted     "these units of V are live on every rank, others are not yet"
+    engine core     Mixed             "part of V is live and its manifest does not come"
     engine core     Poisoned          "some rank could not commit V", and what follows
     trainer rank 0  TrainingFinished  ends the attachment; consumers stop at this and nothing else
     engine core     Detached          answers TrainingFinished or Failed: no commit of the attachment is under way
     anyone          Failed            "I cannot go on", with the reason; all waits on this attachment end
+
+    a host          SetGate           "commit by this gate from now on"; belongs to no attachment
+    engine core     GateSet           the answer, with the reason when the engine stays at the gate it had
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
 from megastream.protocol.header import Encoding
 from megastream.protocol.lane import LaneAddress
+from megastream.protocol.part_records import GateSet, Mixed, PartCommitted, SetGate, UnitsSealed
+from megastream.protocol.part_records import RankCommit as RankCommit
+from megastream.protocol.part_records import TaggedRecord as _Record
 
 PlanKind = Literal["stream", "whole"]
 """`stream`: engine buffers in the loader layout, written in place. `whole`: full tensors for vLLM's own loader."""
 
 Who = Literal["trainer", "engine", "core"]
-
-
-class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"):
-    pass
 
 
 class EngineReady(_Record, frozen=True, kw_only=True, tag="engine_ready"):
@@ -91,6 +94,8 @@ class Bound(_Record, frozen=True, kw_only=True, tag="bound"):
     digest: str
     addresses: dict[int, LaneAddress] = {}
     """Engine ranks only: one address per trainer rank that sends to this rank."""
+    units: tuple[str, ...] = ()
+    """Engine ranks only: the plan's units of which this rank holds a part."""
 
 
 class LanesOpen(_Record, frozen=True, kw_only=True, tag="lanes_open"):
@@ -159,16 +164,6 @@ class Sealed(_Record, frozen=True, kw_only=True, tag="sealed"):
     prepare_s: float
 
 
-class RankCommit(msgspec.Struct, frozen=True):
-    """One rank's part of a commit. `stall_s`: the worker's time in the call, which on a GPU only enqueues copies."""
-
-    rank: int
-    ok: bool
-    stall_s: float
-    step: int
-    error: str = ""
-
-
 class Committed(_Record, frozen=True, kw_only=True, tag="committed"):
     attachment: str
     incarnation: int
@@ -229,11 +224,16 @@ Record = (
     | Emitted
     | Accepted
     | WeightsReady
+    | UnitsSealed
     | Sealed
     | Loaded
+    | PartCommitted
     | Committed
+    | Mixed
     | Poisoned
     | TrainingFinished
     | Detached
     | Failed
+    | SetGate
+    | GateSet
 )

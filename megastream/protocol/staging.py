@@ -8,6 +8,7 @@ not given away.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -61,6 +62,7 @@ class _Set:
     elements: Counter[str] = field(default_factory=Counter)
     users: int = 0
     """Pieces being written and readers that hold the set."""
+    stays: bool = False
 
 
 class StagingTable:
@@ -88,10 +90,11 @@ class StagingTable:
     def free_slots(self) -> tuple[int, ...]:
         return tuple(self._free)
 
-    def is_sealed(self, key: Key) -> bool:
-        """All planned elements of every unit are in."""
+    def is_sealed(self, key: Key, units: Iterable[str] | None = None) -> bool:
+        """All planned elements of these units (of every unit that this rank holds) are in."""
         staged = self._sets.get(key)
-        return staged is not None and all(staged.elements[unit] == n for unit, n in self._need.items())
+        units = self._need if units is None else units
+        return staged is not None and all(staged.elements[unit] == self._need[unit] for unit in units)
 
     def slot_of(self, key: Key) -> int:
         """Where a version lies, also one that was dropped while a piece of it is being written."""
@@ -165,10 +168,15 @@ class StagingTable:
         self._attempts = {v: a for v, a in self._attempts.items() if v > self._live}
         self._accepted = {v: a for v, a in self._accepted.items() if v > self._live}
 
+    def stay(self, key: Key) -> None:
+        """A part of this staged version may be committed before the rest is here."""
+        if key in self._sets:
+            self._sets[key].stays = True
+
     def end(self) -> None:
-        """The attachment broke. Only complete versions stay, because a commit of one may be under way."""
+        """The attachment broke. Only versions stay of which a commit may be under way."""
         self._ended = True
-        for key in [key for key in self._sets if not self.is_sealed(key)]:
+        for key in [key for key, staged in self._sets.items() if not staged.stays and not self.is_sealed(key)]:
             self._drop(key)
 
     def _withdraw_below(self, key: Key) -> None:

@@ -59,3 +59,29 @@ def attach_record(incarnation: int = 1, base: int = 0, **changes: Any) -> Attach
     fields = {**fields, "engine": "e", "trainer_world_size": 1, "train_step": 0, **changes}
     name = fields.pop("attachment", f"i{incarnation}")
     return Attach(attachment=name, incarnation=incarnation, base_version=base, **fields)
+
+
+PARTS = {"s0.embed": (0,), "s0.l0.e0:2": (0, 1), "s1.l1.dense": (1,), "s1.l1.e0:2": (0, 1)}
+"""Units of `plan_of_parts`, and the engine ranks that hold each."""
+
+
+def plan_of_parts() -> Plan:
+    """Two trainer ranks, one per stage, and two engine ranks; each unit comes in two pieces per rank that holds it."""
+    pieces: list[Piece] = []
+    for unit, targets in PARTS.items():
+        for target in targets:
+            for _ in range(2):
+                seq, source = len(pieces), int(unit[1])
+                copy = Copy(f"t{seq}", (3,), 0, (1,), unit, 0, (1,))
+                pieces.append(Piece(seq, source, target, "bucket", unit, "bfloat16", "none", 3, 6, (copy,)))
+    return Plan(
+        digest="digest",
+        kind="stream",
+        num_trainer_ranks=2,
+        num_engine_ranks=2,
+        pieces=tuple(pieces),
+        units=tuple(PARTS),
+        elements={(unit, target): 6 for unit, targets in PARTS.items() for target in targets},
+        tensors={0: 1, 1: 1},
+        unused={},
+    )
