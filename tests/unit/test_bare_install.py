@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.convert_models import write_hf
+
 ROOT = Path(__file__).parents[2]
 
 BLOCKED = """
@@ -30,12 +32,23 @@ def bare(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["quickstart", "--help"], ["--version"]])
+COMMANDS = [["--help"], ["plan", "--help"], ["convert", "--help"], ["verify", "--help"], ["quickstart", "--help"]]
+
+
+@pytest.mark.parametrize("arguments", [*COMMANDS, ["--version"]])
 def test_commands_start_in_a_bare_install(arguments: list[str]) -> None:
     code = f"sys.argv = ['megastream', *{arguments!r}]\nfrom megastream.cli.main import app\napp()"
     done = bare(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_hugging_face_folders_are_converted_in_a_bare_install(tmp_path: Path) -> None:
+    write_hf(tmp_path / "a", layers=2, experts=4)
+    for command in ("convert", "verify"):
+        arguments = ["megastream", command, str(tmp_path / "a"), str(tmp_path / "b")]
+        done = bare(f"sys.argv = {arguments!r}\nfrom megastream.cli.main import app\napp()")
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_block_works() -> None:

@@ -20,6 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "families": {"layout"},
     "plan": {"layout", "families"},
     "protocol": {"layout", "families", "plan"},
+    "convert": {"layout", "families", "plan"},
     "trainer": PURE,
     "transport": PURE,
     "engine": PURE,
@@ -28,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "sync": PURE | {"trainer", "transport", "engine", "control"},
     "vllm_entry": PURE | {"transport", "engine", "engine/vllm", "control"},
     "rl": PURE | {"trainer", "transport", "engine", "control", "sync"},
-    "cli": PURE | {"rl", "sync"},
+    "cli": PURE | {"convert", "rl", "sync"},
 }
 """Room -> the rooms it may import. A room may always import itself."""
 

@@ -1,0 +1,113 @@
+"""`megastream convert` and `megastream verify`: checkpoints from one form to another, and whether two are equal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megastream.convert.types import FORMS, ConvertError, Form
+
+if TYPE_CHECKING:
+    from megastream.convert.run import OnBytes
+
+_GB = 10**9
+_GIB = 1 << 30
+_Config = Annotated[
+    Path | None, typer.Option("--config", help="config.json of the model, or its folder, where SRC has none.")
+]
+_FromLayout = Annotated[
+    str | None, typer.Option(help="Layout of the files that are read, where they do not say it.", show_default=False)
+]
+
+
+def convert_command(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The folder that is read; its form is found out.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder that is written.")],
+    to: Annotated[str, typer.Option(help=f"The form of DST: {', '.join(FORMS)}.")] = "hf",
+    config: _Config = None,
+    from_layout: _FromLayout = None,
+    to_layout: Annotated[
+        str | None, typer.Option(help='Layout of mp_rank files ("tp2 pp2 ep4") or of sharded_state ("tp2 ep2 pp2").')
+    ] = None,
+    max_file_gb: Annotated[float, typer.Option(min=1e-6, help="Files of about this many GB at most.")] = 5.0,
+    memory_gib: Annotated[float, typer.Option(min=0.0625, help="Memory for weights on their way.")] = 2.0,
+    overwrite: Annotated[bool, typer.Option(help="Replace DST, once all is written.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on with a conversion that was interrupted.")] = False,
+) -> None:
+    """Convert a checkpoint: weights only, complete or not at all, and DST appears when all of it is on the disk."""
+    from megastream.convert.forms import Options
+    from megastream.convert.run import convert
+
+    with _one_line("convert"), _bar(f"{source.name} to {to}") as on_bytes:
+        options = Options(
+            to=_form(to),
+            config=config,
+            from_layout=from_layout,
+            to_layout=to_layout,
+            max_file_bytes=int(max_file_gb * _GB),
+            memory_bytes=int(memory_gib * _GIB),
+        )
+        begin_s = time.monotonic()
+        done = convert(source, target, options, on_bytes, overwrite=overwrite, resume=resume)
+        took_s = time.monotonic() - begin_s
+    typer.echo(f"{target}: {done.num_tensors} tensors, {done.num_bytes} bytes as {done.form}, in {took_s:.1f} s")
+    if done.num_compared:
+        typer.echo(f"{done.num_compared} elements that {source} holds more than once are equal")
+    if done.left_out:
+        few = ", ".join(done.left_out[:3])
+        typer.echo(f"left out, being no weights: {len(done.left_out)} entries of {source} ({few}, ...)")
+
+
+def verify_command(
+    one: Annotated[Path, typer.Argument(metavar="A", help="A folder of weights, in any form.")],
+    other: Annotated[Path, typer.Argument(metavar="B", help="Another one, in any form.")],
+    config: _Config = None,
+    from_layout: _FromLayout = None,
+    to_layout: Annotated[str | None, typer.Option(help="Likewise, of B.", show_default=False)] = None,
+) -> None:
+    """Compare two checkpoints by value, whatever their forms. Exit code 1 when they differ, 2 when one is unfit."""
+    from megastream.convert.forms import Options
+    from megastream.convert.run import verify
+
+    with _one_line("verify"), _bar(f"{one.name} and {other.name}") as on_bytes:
+        options = Options(config=config, from_layout=from_layout, to_layout=to_layout)
+        done = verify(one, other, options, on_bytes)
+    if done.difference is not None:
+        typer.echo(f"{one} and {other} differ: {done.difference}", err=True)
+        raise typer.Exit(1)
+    forms = " and ".join(done.forms)
+    typer.echo(f"equal: {done.num_tensors} tensors, {done.num_elements} elements of {other} compared ({forms})")
+
+
+@contextmanager
+def _one_line(command: str) -> Iterator[None]:
+    try:
+        yield
+    except ConvertError as error:
+        typer.echo(f"megastream {command}: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _form(name: str) -> Form:
+    for form in FORMS:
+        if form == name:
+            return form
+    raise ConvertError(f"--to is {name!r}; forms are {', '.join(FORMS)}")
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[OnBytes]:
+    """A progress bar on a terminal; nothing elsewhere."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

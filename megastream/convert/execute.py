@@ -1,0 +1,156 @@
+"""Carries a plan out: buffer by buffer of the target, window by window of a buffer, each window written once.
+
+A window is a short run of the target file. Everything that belongs into it is read from wherever it lies, and one
+positional write puts it in its place; so memory depends on the window, never on the model.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megastream.convert.dtypes import Array, cast, raw_dtype
+from megastream.convert.reading import Reader
+from megastream.convert.types import Extent, Holding
+from megastream.layout.pack import item_bytes
+from megastream.plan.types import Copy, Plan
+
+MIN_MEMORY_BYTES = 64 << 20
+_WORKERS = 4
+_MAX_WINDOW_BYTES = 8 << 20
+_SHARE = 64
+"""A window is at most this part of the budget. Each worker holds one, a run beside it, and the mapped pages of a source
+that it picks from: of a column cut these are as many windows as the cut has ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One buffer of the target, and all that is copied into it, as (source rank, source buffer, copy)."""
+
+    extent: Extent
+    dtype: str
+    num_elements: int
+    copies: tuple[tuple[int, str, Copy], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * item_bytes(self.dtype)
+
+
+def jobs_of(plan: Plan, target: Holding, order: Mapping[str, int]) -> tuple[Job, ...]:
+    """One job for each buffer, tensor by tensor in `order`: what several ranks need is read while it is warm."""
+    copies: dict[tuple[int, str], list[tuple[int, str, Copy]]] = {}
+    for piece in plan.pieces:
+        for copy in piece.copies:
+            copies.setdefault((piece.target, copy.target_buffer), []).append((piece.source, piece.source_buffer, copy))
+    jobs: list[tuple[int, int, int, Job]] = []
+    for layout in target.layouts:
+        for spec in layout.buffers:
+            if held := copies.get((layout.rank, spec.name)):
+                job = Job(target.extents[layout.rank, spec.name], spec.dtype, spec.num_elements, tuple(held))
+                jobs.append((min(order[copy.tensor] for _, _, copy in held), layout.rank, len(jobs), job))
+    return tuple(job for _, _, _, job in sorted(jobs, key=lambda item: item[:3]))
+
+
+class Writer:
+    """Writes jobs into files that exist already, with a few threads. What one of them raises ends the batch."""
+
+    def __init__(self, folder: Path, reader: Reader, memory_bytes: int) -> None:
+        self._folder, self._reader = folder, reader
+        self._window_bytes = min(_MAX_WINDOW_BYTES, memory_bytes // _SHARE)
+        self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), thread_name_prefix="megastream-convert")
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files = {}
+
+    def write(self, jobs: Sequence[Job], on_bytes: Callable[[int], None]) -> None:
+        """Writes a batch, and returns when it is on the disk. `on_bytes` is told of every window, one at a time."""
+        for _ in self._pool.map(lambda job: self._fill(job, on_bytes), jobs):
+            pass
+        for descriptor in {job.extent.file: self._open(job.extent.file) for job in jobs}.values():
+            os.fsync(descriptor)
+
+    def _fill(self, job: Job, on_bytes: Callable[[int], None]) -> None:
+        dtype = raw_dtype(job.dtype)
+        size = max(self._window_bytes // dtype.itemsize, 1)
+        descriptor = self._open(job.extent.file)
+        for start in range(0, job.num_elements, size):
+            window: Array = np.zeros(min(size, job.num_elements - start), dtype)
+            for rank, buffer, copy in job.copies:
+                for part in clip(copy, start, start + len(window)):
+                    self._gather(window, start, part, rank, buffer, job.dtype)
+            _write_all(descriptor, window.data.cast("B"), job.extent.start + start * dtype.itemsize)
+            with self._lock:
+                on_bytes(window.nbytes)
+
+    def _gather(self, window: Array, start: int, part: Copy, rank: int, buffer: str, dtype: str) -> None:
+        item = window.dtype.itemsize
+        view: Any = np.lib.stride_tricks.as_strided(
+            window[part.target_offset - start :], part.shape, tuple(step * item for step in part.target_strides)
+        )
+        source = self._reader.dtype(rank, buffer)
+        if source == dtype:
+            self._reader.into(view, rank, buffer, part.source_offset, part.source_strides)
+            return
+        values = np.empty(part.shape, raw_dtype(source))
+        self._reader.into(values, rank, buffer, part.source_offset, part.source_strides)
+        view[...] = cast(values, source, dtype)
+
+    def _open(self, name: str) -> int:
+        with self._lock:
+            if name not in self._files:
+                self._files[name] = os.open(self._folder / name, os.O_WRONLY)
+            return self._files[name]
+
+
+def clip(copy: Copy, start: int, end: int) -> Iterator[Copy]:
+    """The parts of a copy that go to the elements [start, end) of its target buffer, each a copy of its own."""
+    spans = [(extent - 1) * step for extent, step in zip(copy.shape, copy.target_strides, strict=True)]
+    first, last = copy.target_offset, copy.target_offset + sum(spans)
+    if last < start or first >= end:
+        return
+    if start <= first and last < end:
+        yield copy
+        return
+    dim = max(range(len(spans)), key=spans.__getitem__)
+    step, inner = copy.target_strides[dim], sum(spans) - spans[dim]
+    low = max(-(-(start - first - inner) // step), 0)  # rows that touch the window
+    high = min((end - 1 - first) // step + 1, copy.shape[dim])
+    whole_low = max(-(-(start - first) // step), low)  # rows that lie in it
+    whole_high = min((end - 1 - inner - first) // step + 1, high)
+    if whole_low >= whole_high:
+        whole_low = whole_high = high
+    for row in (*range(low, whole_low), *range(whole_high, high)):
+        yield from clip(_rows(copy, dim, row, row + 1), start, end)
+    if whole_low < whole_high:
+        yield _rows(copy, dim, whole_low, whole_high)
+
+
+def _rows(copy: Copy, dim: int, low: int, high: int) -> Copy:
+    return replace(
+        copy,
+        shape=(*copy.shape[:dim], high - low, *copy.shape[dim + 1 :]),
+        source_offset=copy.source_offset + low * copy.source_strides[dim],
+        target_offset=copy.target_offset + low * copy.target_strides[dim],
+    )
+
+
+def _write_all(descriptor: int, data: memoryview, start: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], start + done)

@@ -1,0 +1,56 @@
+"""The model that files belong to: its config.json, its family, and the small files that go with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megastream.convert.types import ConvertError
+from megastream.families import Family, ModelShape, family_of, load_shape
+from megastream.layout.shard import TensorSpec
+
+CONFIG = "config.json"
+_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
+_NOT_OURS = {"metadata.json", "manifest.json", "versions.json"}
+"""JSON files of Megatron's and megastream's checkpoints, which say something about the files beside them."""
+_MAX_SIDE_FILE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Model:
+    """Family and shape, and the folder of the config.json that they come from."""
+
+    family: Family
+    shape: ModelShape
+    folder: Path
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Every weight of the model under its Hugging Face name."""
+        return {spec.name: spec for spec in self.family.tensors(self.shape)}
+
+    def side_files(self) -> list[Path]:
+        """config.json, tokenizer and the like: what a folder of weights needs beside them, whatever its form."""
+        return [path for path in sorted(self.folder.iterdir()) if _is_side_file(path)]
+
+
+def find_model(weights: Path, config: Path | None) -> Model:
+    """The model of a folder of weights: of `config` (a config.json or its folder), else of the config.json beside them.
+
+    ConvertError when there is none, or when it cannot be read.
+    """
+    path = config or weights
+    path = path / CONFIG if path.is_dir() else path
+    if not path.is_file():
+        raise ConvertError(f"{path} does not exist; name the model's config.json with --config")
+    try:
+        shape = load_shape(path)
+    except OSError as error:
+        raise ConvertError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConvertError(f"{path}: {error}") from error
+    return Model(family_of(shape), shape, path.parent)
+
+
+def _is_side_file(path: Path) -> bool:
+    fits = path.suffix in _SUFFIXES and path.name not in _NOT_OURS and not path.name.endswith(".safetensors.index.json")
+    return fits and not path.name.startswith(".") and path.is_file() and path.stat().st_size <= _MAX_SIDE_FILE_BYTES

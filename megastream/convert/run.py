@@ -1,0 +1,203 @@
+"""Converts and compares whole folders: describe, prove, plan, then move."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+
+from megastream.convert.complete import Difference, by_tensor, check_complete, check_replicas, first_difference
+from megastream.convert.execute import MIN_MEMORY_BYTES, Job, Writer, jobs_of
+from megastream.convert.forms import Options, plan_target, read_form
+from megastream.convert.landing import Landing
+from megastream.convert.model import CONFIG, Model, find_model
+from megastream.convert.reading import Reader
+from megastream.convert.types import ConvertError, Form, Holding, Target
+from megastream.layout.shard import RankLayout, Side
+from megastream.plan.build import build_plan
+from megastream.plan.types import Plan
+
+_PIECE_BYTES = 1 << 40
+"""Files need no messages of a size: windows cut what is read and written."""
+_BATCH_BYTES = 1 << 30
+"""Written between two notes of the journal, at least."""
+
+OnBytes = Callable[[int, int], None]
+"""Told (bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written. `num_compared`: elements that the source holds more than once, all equal.
+
+    `left_out` names what lies in the source's files and is no weight of the model.
+    """
+
+    form: Form
+    num_tensors: int
+    num_bytes: int
+    num_compared: int
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """`difference` is None when both hold the same values."""
+
+    forms: tuple[Form, Form]
+    num_tensors: int
+    num_elements: int
+    difference: Difference | None
+
+
+def convert(
+    source: Path, target: Path, options: Options, on_bytes: OnBytes, *, overwrite: bool = False, resume: bool = False
+) -> Converted:
+    """Writes `source` as `target`, in the form that the options name.
+
+    ConvertError is one line that says what is wrong and what to do; the target is then what it was before.
+    """
+    _check_paths(source, target)
+    if options.memory_bytes < MIN_MEMORY_BYTES:
+        raise ConvertError(f"--memory is {options.memory_bytes} bytes; at least {MIN_MEMORY_BYTES} are needed")
+    if target.exists() and not overwrite:
+        raise ConvertError(f"{target} exists; remove it, or give --overwrite")
+    model = find_model(source, options.config)
+    holding = read_form(source, model, options.from_layout)
+    check_complete(holding, model)
+    new = plan_target(target, model, _dtypes(holding), options)
+    order = {name: number for number, name in enumerate(model.tensors())}
+    jobs = jobs_of(_plan(holding, new.holding, model), new.holding, order)
+    landing = Landing(target, _identity(holding, new), overwrite=overwrite)
+    try:
+        with Reader(holding) as reader:
+            compared = check_replicas(holding, reader)
+            done = landing.open(new, resume=resume)
+            with Writer(landing.files, reader, options.memory_bytes) as writer:
+                _write(writer, landing, jobs, done, on_bytes)
+        landing.publish((*((path.name, path.read_bytes()) for path in model.side_files()), *new.last))
+    except OSError as error:
+        raise _refusal(error, target) from error
+    finally:
+        landing.close()
+    return Converted(new.holding.form, len(order), sum(job.num_bytes for job in jobs), compared, holding.left_out)
+
+
+def verify(one: Path, other: Path, options: Options, on_bytes: OnBytes) -> Verified:
+    """Compares two folders of any two forms by value: every tensor, every copy of it.
+
+    ConvertError when one of them cannot be read, or lacks a weight. The layouts of the options are those of `one` and
+    `other`, where their files do not say.
+    """
+    config = options.config or next((folder for folder in (one, other) if (folder / CONFIG).is_file()), None)
+    model = find_model(one, config)
+    holdings = read_form(one, model, options.from_layout), read_form(other, model, options.to_layout)
+    for holding in holdings:
+        check_complete(holding, model)
+    left, right = map(by_tensor, holdings)
+    total = sum(shard.box.volume for shards in right.values() for shard in shards)
+    compared = 0
+    with Reader(holdings[0]) as reader, Reader(holdings[1]) as other_reader:
+        check_replicas(holdings[0], reader)
+        for name in model.tensors():
+            found = []
+            for mine, theirs in product({shard.box: shard for shard in left[name]}.values(), right[name]):
+                common = mine.box.intersect(theirs.box)
+                if common is not None:
+                    found.append(first_difference(reader, mine, other_reader, theirs, common))
+            differences = [difference for difference in found if difference is not None]
+            compared += sum(shard.box.volume for shard in right[name])
+            on_bytes(compared, total)
+            if differences:
+                first = min(differences, key=lambda difference: difference.index)
+                return Verified((holdings[0].form, holdings[1].form), len(left), compared, first)
+    return Verified((holdings[0].form, holdings[1].form), len(left), compared, None)
+
+
+def _check_paths(source: Path, target: Path) -> None:
+    if not source.is_dir():
+        raise ConvertError(f"{source} is no folder; name the folder of the weights")
+    one, other = source.resolve(), target.resolve()
+    if one == other or one in other.parents or other in one.parents:
+        raise ConvertError(f"{target} and {source} lie in one another; choose another target")
+    if target.exists() and not target.is_dir():
+        raise ConvertError(f"{target} is a file; choose another target")
+
+
+def _dtypes(holding: Holding) -> dict[str, str]:
+    """Of every tensor, as it is stored. ConvertError when parts of one tensor have several."""
+    found: dict[str, str] = {}
+    for layout in holding.layouts:
+        dtypes = {spec.name: spec.dtype for spec in layout.buffers}
+        for shard in layout.shards:
+            dtype = dtypes[shard.buffer]
+            if found.setdefault(shard.tensor, dtype) != dtype:
+                raise ConvertError(
+                    f"{shard.tensor} is {dtype} in {holding.where(layout.rank, shard.buffer)} and "
+                    f"{found[shard.tensor]} elsewhere; take the files of one save"
+                )
+    return found
+
+
+def _plan(source: Holding, target: Holding, model: Model) -> Plan:
+    """The same plan that a training has between its ranks and an engine's, here between files and files."""
+    try:
+        return build_plan(
+            _as(source.layouts, "trainer"),
+            _as(target.layouts, "engine"),
+            model.family,
+            kind="convert",
+            piece_bytes=_PIECE_BYTES,
+            experts_per_unit=max(model.shape.num_experts, 1),
+            finality="whole",
+        )
+    except ValueError as error:
+        raise ConvertError(f"{source.folder} cannot become {target.folder}: {error}") from error
+
+
+def _as(layouts: Sequence[RankLayout], side: Side) -> list[RankLayout]:
+    return [replace(layout, side=side) for layout in layouts]
+
+
+def _identity(source: Holding, target: Target) -> str:
+    """Equal when the same files would be written from the same files: names, sizes and times of the source."""
+    files = sorted({extent.file for extent in source.extents.values()})
+    stats = [(name, stat.st_size, stat.st_mtime_ns) for name in files for stat in [(source.folder / name).stat()]]
+    written = [(file.name, file.num_bytes, file.fixed) for file in target.files]
+    said = (str(source.folder.resolve()), stats, written, sorted(target.holding.extents.items(), key=str))
+    return sha256(repr(said).encode()).hexdigest()
+
+
+def _write(writer: Writer, landing: Landing, jobs: Sequence[Job], done: int, on_bytes: OnBytes) -> None:
+    total = sum(job.num_bytes for job in jobs)
+    written = sum(job.num_bytes for job in jobs[:done])
+
+    def count(num_bytes: int) -> None:
+        nonlocal written
+        written += num_bytes
+        on_bytes(written, total)
+
+    on_bytes(written, total)
+    for start, end in _batches(jobs, done):
+        writer.write(jobs[start:end], count)
+        landing.done(end)
+
+
+def _batches(jobs: Sequence[Job], done: int) -> Iterator[tuple[int, int]]:
+    start, size = done, 0
+    for number in range(done, len(jobs)):
+        size += jobs[number].num_bytes
+        if size >= _BATCH_BYTES or number + 1 == len(jobs):
+            yield start, number + 1
+            start, size = number + 1, 0
+
+
+def _refusal(error: OSError, target: Path) -> ConvertError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ConvertError(f"{target}: the disk is full; make room, and go on with --resume")
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return ConvertError(f"{target} cannot be written ({error.strerror}); choose another target")
+    return ConvertError(f"{target}: {error}; what is written so far is kept for --resume")
