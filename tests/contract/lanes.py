@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +13,14 @@ import torch
 from megastream.protocol.header import PieceHeader
 from megastream.protocol.lane import LaneAddress
 from megastream.transport.checksum import checksum
+from tests.helpers.forked import forked
 
 TRANSPORTS = {"gloo": "megastream.transport.gloo"}
 RECEIVERS = {"gloo": "GlooReceiver"}
 HOST = "127.0.0.1"
 SLOT = 1 << 20
 
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["torch", "torch.distributed", "msgspec", "xxhash"])
+processes = forked()
 
 
 def connect(transport: str, address: LaneAddress, deadline_s: float = 10.0) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import signal
 import sys
@@ -26,7 +25,7 @@ from megastream.sync import TrainerSettings, TrainerSync
 from megastream.transport.gloo import GlooReceiver
 from tests.helpers.fake_engine import FakeCore, FakeLive
 from tests.helpers.fake_trainer import FakeTrainer
-from tests.helpers.ranks import PRELOAD
+from tests.helpers.forked import forked
 from tests.helpers.synthetic import differing, engine_side, trainer_side
 
 RUN = "spine"
@@ -42,8 +41,7 @@ class Process:
     """One child with a pipe. `ask` sends and waits for the answer; `kill` is SIGKILL."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forked()
         self.pipe, there = context.Pipe()
         self._lock = threading.Lock()
         self.process = context.Process(target=_child, args=(target, there, *args), daemon=True)

@@ -1,7 +1,4 @@
-"""Runs one function on several ranks, each a process of its own. A hang is a failure with stack dumps.
-
-Ranks are forked from a server process that has torch and megatron-core loaded, so a job starts in a second.
-"""
+"""Runs one function on several ranks, each a process of its own. A hang is a failure with stack dumps."""
 
 from __future__ import annotations
 
@@ -20,7 +17,8 @@ from typing import Any
 
 import torch
 
-PRELOAD = ["torch", "torch.distributed", "megastream.trainer.compat", "megatron.core.models.gpt", "safetensors.torch"]
+from tests.helpers.forked import forked
+
 GRACE_S = 5.0
 
 
@@ -31,8 +29,7 @@ def run_ranks(body: Callable[..., Any], world_size: int, *, timeout_s: float = 6
     `timeout_s` fails the call: all ranks are killed, and the AssertionError carries their last output with stacks.
     """
     # CUDA, once megatron has touched it in the server, cannot be used in its forks.
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = multiprocessing.get_context("spawn") if torch.cuda.is_available() else forked()
     with tempfile.TemporaryDirectory(prefix="megastream-ranks-") as folder:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         job = (body, world_size, folder, timeout_s, kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -23,6 +22,7 @@ from megastream.rl.train_run import LOG_FILE, Place, train
 from megastream.trainer.agreement import AgreedError
 from megastream.trainer.checkpoint_folder import Manifest, faults
 from tests.helpers import ranks
+from tests.helpers.forked import forked
 from tests.helpers.tiny import SEQUENCE, hf_config, hf_shapes, tiny_config
 
 STEPS = 8
@@ -158,8 +158,7 @@ class Running:
 def begin(raw: dict[str, Any], scratch: Path, num_ranks: int = 4) -> Running:
     """The same ranks as `run`, left to themselves; their results and logs lie in `scratch`, an empty folder."""
     scratch.mkdir()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(ranks.PRELOAD)
+    context = forked()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     arguments = (body, num_ranks, str(scratch), 120.0, {"raw": raw})
     processes: list[BaseProcess] = [
