@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from types import TracebackType
@@ -9,6 +10,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.logging import RichHandler
 from rich.table import Table
 from rich.text import Text
 
@@ -56,15 +58,19 @@ class Progress:
         self._after, self._drawn, self._begin = "0", 0.0, time.monotonic()
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._said: set[str] = set()
+        self._handler = RichHandler(console=self._console, show_time=False, show_level=False, show_path=False)
 
     def __enter__(self) -> Progress:
         if not self._console.is_terminal:
             self._console.print("    0 s  the engine and the trainer ranks start")
+        # Warnings go above the table, not into it; what ends the run stays the only line on standard error.
+        logging.getLogger("megastream").addHandler(self._handler)
         self._live.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._live.__exit__(kind, error, at)
+        logging.getLogger("megastream").removeHandler(self._handler)
         self._lines.close()
         self._log.close()
 
