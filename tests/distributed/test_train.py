@@ -53,6 +53,24 @@ def test_layout_features_of_the_file_are_trained_and_resumed(tmp_path: Path) -> 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("finality", "clip"), [("speculative", 0.5), ("speculative", 1e6), ("early", 0.0)])
+def test_a_policy_that_steps_early_saves_what_pipelined_saves(tmp_path: Path, finality: str, clip: float) -> None:
+    """With every step undone once, with none, and without clipping; in two parts, every tensor of the end equal."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        write_files(folder)
+    clipped = {"optimizer__clip_grad": clip}
+    assert run(job(whole, **clipped)) == [""] * 4
+    changed = {**clipped, "finality": finality, "max_abort_rate": 1.0}
+    assert run(job(parts, **changed, run__steps=4)) == [""] * 4
+    assert run(job(parts, **changed)) == [""] * 4
+    assert trace(parts) == trace(whole) and len(trace(whole)) == STEPS
+    expected, found = (plain(folder / "run/checkpoints/step_00000008") for folder in (whole, parts))
+    assert expected.keys() == found.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("key", "value"), [("mtp_layers", 1), ("router_expert_bias", True)])
 def test_layout_features_that_are_not_there_are_refused(tmp_path: Path, key: str, value: Any) -> None:
     write_files(tmp_path)
