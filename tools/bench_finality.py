@@ -10,7 +10,9 @@ Timeline: from the end of the last backward (of all ranks) until the first unit,
 left, in percent of the step, medians; negative: before that backward ended. Cost: the mean paired difference to stock
 in percent, with its 95 % confidence interval; `stock again` is a second stock model. Memory: peak of what a step
 allocates beyond what a stock step does, and what `speculative` keeps, both in fp32 copies of the rank's optimizer
-shard. A row whose bytes are not the plan's is invalid. `aborting` is speculative with every step clipped.
+shard. A row whose bytes are not the plan's is invalid. `aborting` is speculative with every step clipped. `+slice`
+behind a policy: every replica sends what it steps, before the gather, instead of one replica after it; in one run with
+the same policy without it (`--dp 2 --policies pipelined pipelined+slice`) that is the comparison of both.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_finality_rank import POLICIES, Rank
+from bench_finality_rank import POLICIES, SLICES, Rank
 
 SPREAD = "stock again"
 MOST_PERCENT = 3.0
@@ -120,8 +122,7 @@ def main() -> None:
         ("slots", 4, "packed pieces that may wait, per lane"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} ({value})")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
-    parser.add_argument("--ownership", choices=("replica", "slice"), default="replica")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES + SLICES)
     parser.add_argument("--json", type=Path, help="also write all rows there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="megastream-finality-") as folder:
@@ -151,7 +152,7 @@ def show(rows: dict[str, Any], costs: dict[str, Any], memory: dict[str, Any], bl
         f"limit {limit:.1f} %"
     )
     print(
-        f"{'policy':>12} {'first':>7} {'half':>7} {'all':>7} {'cost %':>16} {'':>8} "
+        f"{'policy':>17} {'first':>7} {'half':>7} {'all':>7} {'cost %':>16} {'':>8} "
         f"{'peak':>6} {'kept':>6} {'aborts':>7}"
     )
     for name, row in rows.items():
@@ -160,7 +161,7 @@ def show(rows: dict[str, Any], costs: dict[str, Any], memory: dict[str, Any], bl
         if row["invalid_steps"]:
             verdict = "invalid"
         print(
-            f"{name:>12} {row['first']:7.1f} {row['half']:7.1f} {row['all']:7.1f} {_cost(costs[name]):>16} "
+            f"{name:>17} {row['first']:7.1f} {row['half']:7.1f} {row['all']:7.1f} {_cost(costs[name]):>16} "
             f"{verdict:>8} {memory[name]['extra']:6.2f} {memory[name]['kept']:6.2f} {row['aborts']:7d}"
         )
 

@@ -27,6 +27,7 @@ from megastream.trainer.model import TokenBatch
 from megastream.trainer.stepper import Listener, Stepper
 
 POLICIES = ("whole", "pipelined", "speculative", "early", "aborting")
+SLICES = ("pipelined+slice", "speculative+slice", "early+slice")
 SEQUENCE, BATCH, BLOCK_STEPS, VOCAB, EXPERTS = 128, 2, 2, 2048, 8
 DEADLINE_S = 120.0
 
@@ -92,7 +93,8 @@ class Rank:
 
     def build(self, name: str) -> Model:
         # Clipping is switched on and never needed, always needed, or off.
-        chunks, optimizer = model.build(config := self._config({"early": 0.0, "aborting": 1e-3}.get(name, 1e6)))
+        policy, _, ownership = name.partition("+")
+        chunks, optimizer = model.build(config := self._config({"early": 0.0, "aborting": 1e-3}.get(policy, 1e6)))
         built = Model(config, chunks, optimizer)
         finalize = chunks[0].config.finalize_model_grads_func
 
@@ -102,7 +104,7 @@ class Rank:
 
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         if not name.startswith("stock"):
-            self._attach(built, "speculative" if name == "aborting" else name)
+            self._attach(built, "speculative" if policy == "aborting" else policy, ownership or "replica")
         return built
 
     def block(self, built: Model, index: int, microbatches: int | None = None) -> float:
@@ -170,7 +172,7 @@ class Rank:
             lr=1e-4,
         )
 
-    def _attach(self, built: Model, finality: Any) -> None:
+    def _attach(self, built: Model, finality: Any, ownership: Any) -> None:
         shape = load_shape(_hf_config(built.config))
         family, options = family_of(shape), self.options
         adapter = MegatronAdapter(
@@ -180,7 +182,7 @@ class Rank:
             shape,
             bucket_elements=options.bucket,
             finality=finality,
-            ownership=options.ownership,
+            ownership=ownership,
         )
         layouts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(layouts, adapter.describe())
