@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megastream.families import llama, mixtral, qwen2_moe, qwen3, qwen3_moe
+from megastream.families import deepseek_v3, glm4_moe, llama, mixtral, qwen2_moe, qwen3, qwen3_moe
 from megastream.families.bounds import check_shape
 from megastream.families.family import Family
 from megastream.families.types import ModelShape, Place, Row, Source
@@ -14,12 +14,17 @@ from megastream.families.types import ModelShape, Place, Row, Source
 __all__ = ["FAMILIES", "Family", "ModelShape", "Place", "Row", "Source", "family_of", "load_shape"]
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v3": deepseek_v3.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
     "llama": llama.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3": qwen3.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
 }
+
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Other values of `model_type` for the same model."""
 
 
 def load_shape(config: dict[str, Any] | Path) -> ModelShape:
@@ -38,7 +43,8 @@ def load_shape(config: dict[str, Any] | Path) -> ModelShape:
             raise ValueError(f"{path} is no JSON file: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"config.json holds a {type(config).__name__}; expected an object")
-    return check_shape(_family(str(config.get("model_type"))).read(config))
+    name = str(config.get("model_type"))
+    return check_shape(_family(ALIASES.get(name, name)).read(config))
 
 
 def family_of(shape: ModelShape) -> Family:

@@ -34,12 +34,15 @@ def decoder_shape(family: str, config: dict[str, object], **experts: int) -> Mod
 
 def decoder_sizes(shape: ModelShape) -> dict[str, int]:
     """The numbers that the dims of the shared rows are written in."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return {
         "vocab": shape.vocab,
         "hidden": shape.hidden,
-        "q": shape.num_heads * shape.head_dim,
-        "kv": shape.num_kv_heads * shape.head_dim,
-        "head_dim": shape.head_dim,
+        "q": q,
+        "kv": kv,
+        "q_bias": q,
+        "kv_bias": kv,
+        "head_norm": shape.head_dim,
         "experts": shape.num_experts,
         "expert_ffn": shape.expert_ffn,
         "dense_ffn": number(shape.raw, "intermediate_size", 0),
@@ -61,3 +64,14 @@ def no_experts(shape: ModelShape, layer: int) -> bool:
 def only_experts(shape: ModelShape, layer: int) -> bool:
     """For families whose layers all have experts."""
     return True
+
+
+def behind_dense(shape: ModelShape, layer: int) -> bool:
+    """For families whose first layers are dense; vLLM's rule."""
+    first = number(shape.raw, "first_k_dense_replace", 0)
+    return layer >= first and layer % number(shape.raw, "moe_layer_freq", 1, least=1) == 0
+
+
+def shared_ffn(shape: ModelShape) -> int:
+    """Width of all shared experts of a layer together; 0: there are none."""
+    return number(shape.raw, "n_shared_experts", 0) * shape.expert_ffn

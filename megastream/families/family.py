@@ -60,12 +60,12 @@ class Family:
     def trainer_entry(self, name: str, shape: ModelShape) -> Entry:
         """Meaning of a canonical Megatron name. ValueError names a parameter without a rule."""
         match = self._match(self._trainer_index, name, "trainer parameter")
-        return self._entry(match, match.row.trainer_rule, name, shape, match.expert)
+        return self._entry(match, "trainer", name, shape, match.expert)
 
     def engine_entry(self, name: str, shape: ModelShape, expert: int | None = None) -> Entry:
         """Meaning of a live engine name; for stacked experts, of the slot that holds global expert `expert`."""
         match = self._match(self._engine_index, name, "engine parameter")
-        return self._entry(match, match.row.engine_rule, name, shape, match.expert if expert is None else expert)
+        return self._entry(match, "engine", name, shape, match.expert if expert is None else expert)
 
     def engine_stacks_experts(self, name: str) -> bool:
         """True when the engine parameter holds one expert per index of its leading dim."""
@@ -74,13 +74,13 @@ class Family:
     def trainer_names(self, shape: ModelShape, layers: Sequence[int], experts: Sequence[int]) -> Iterator[str]:
         """Canonical Megatron names (local spec) of a rank with these layers and experts; inside layers only."""
         for row, layer, expert in self._walk(shape, layers, experts):
-            if layer is not None:
+            if layer is not None and row.trainer:
                 yield row.trainer[0].format(layer=layer, expert=expert)
 
     def engine_names(self, shape: ModelShape, layers: Sequence[int]) -> Iterator[str]:
         """Live engine names of a rank with these layers; inside layers only."""
         for row, layer, expert in self._walk(shape, layers, range(shape.num_experts)):
-            if layer is not None and not (row.engine_stacked and expert):
+            if layer is not None and row.engine and not (row.engine_stacked and expert):
                 yield row.engine.format(layer=layer, expert=expert)
 
     def outer_names(self, side: Literal["trainer", "engine"], shape: ModelShape) -> dict[Kind, str]:
@@ -107,7 +107,9 @@ class Family:
                     for expert in experts if row.kind == "expert" else (None,):
                         yield row, layer, expert
 
-    def _entry(self, match: _Match, rule: str, name: str, shape: ModelShape, expert: int | None) -> Entry:
+    def _entry(
+        self, match: _Match, side: Literal["trainer", "engine"], name: str, shape: ModelShape, expert: int | None
+    ) -> Entry:
         if match.layer is not None and not 0 <= match.layer < shape.num_layers:
             raise ValueError(f"{name}: layer {match.layer} of a model with {shape.num_layers} layers")
         if match.row.kind == "expert" and not 0 <= (-1 if expert is None else expert) < shape.num_experts:
@@ -116,7 +118,9 @@ class Family:
         if not _exists(match.row, sizes):
             raise ValueError(f"{name}: a {self.name} with this config.json does not have it")
         specs = _specs(match.row, shape, sizes, match.layer, expert)
-        return Entry(match.row.kind, rule, specs, shape.head_dim)
+        rule = match.row.trainer_rule if side == "trainer" else match.row.engine_rule
+        dtype = "float32" if side in match.row.fp32 else shape.dtype
+        return Entry(match.row.kind, rule, specs, shape.head_dim, dtype)
 
     def _match(self, index: dict[str, _Template], name: str, what: str) -> _Match:
         template = index.get(_NUMBER.sub("#", name))
@@ -135,7 +139,7 @@ class Family:
 
     @cached_property
     def _engine_index(self) -> dict[str, _Template]:
-        return _index((row, row.engine) for row in self.rows)
+        return _index((row, row.engine) for row in self.rows if row.engine)
 
 
 def _index(names: Iterator[tuple[Row, str]]) -> dict[str, _Template]:
@@ -150,9 +154,8 @@ def _specs(
     row: Row, shape: ModelShape, sizes: dict[str, int], layer: int | None, expert: int | None
 ) -> tuple[TensorSpec, ...]:
     sources: tuple[Source, ...] = (row.tied_to,) if shape.tied and row.tied_to is not None else row.sources
+    dtype = "float32" if "file" in row.fp32 else shape.dtype
     return tuple(
-        TensorSpec(
-            source.name.format(layer=layer, expert=expert), tuple(sizes[dim] for dim in source.dims), shape.dtype
-        )
+        TensorSpec(source.name.format(layer=layer, expert=expert), tuple(sizes[dim] for dim in source.dims), dtype)
         for source in sources
     )

@@ -16,7 +16,7 @@ ROWS = (
     router(),
     *experts(),
     *mlp("moe", "mlp.shared_expert.", "shared_ffn", "mlp.shared_experts."),
-    layer_row("moe", hf("mlp.shared_expert_gate.weight", "one", "hidden"), "mlp.shared_experts.gate_weight", "same"),
+    layer_row("moe", hf("mlp.shared_expert_gate.weight", "one", "hidden"), "mlp.shared_experts.gate_weight"),
     *DENSE_MLP,
 )
 

@@ -7,6 +7,7 @@ those of its model files; Megatron's are those of its GPT layer specs, first the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megastream.families.types import Layers, Row, Source
@@ -24,7 +25,7 @@ def layer_row(
     layers: Layers,
     sources: Source | tuple[Source, ...],
     trainer: str | tuple[str, ...],
-    rule: str,
+    rule: str = "same",
     *,
     engine: str = "",
     engine_rule: str = "",
@@ -43,6 +44,16 @@ def layer_row(
         engine_rule=engine_rule or rule,
         **more,
     )
+
+
+def trainer_row(layers: Layers, source: Source, trainer: str | tuple[str, ...], rule: str) -> Row:
+    """A parameter whose tensors the engine fuses with others."""
+    return replace(layer_row(layers, source, trainer, rule), engine="")
+
+
+def engine_row(layers: Layers, sources: tuple[Source, ...], engine: str, rule: str = "same") -> Row:
+    """A parameter whose tensors the trainer keeps in others."""
+    return layer_row(layers, sources, (), rule, engine=engine)
 
 
 def ends(*, spares: bool) -> tuple[Row, ...]:
@@ -89,34 +100,44 @@ def expert_linear(linear: str, what: str = "weight") -> tuple[str, ...]:
 
 def router(name: str = "mlp.gate.weight", **more: Any) -> Row:
     """The router's weight."""
-    return layer_row("moe", hf(name, "experts", "hidden"), "mlp.router.weight", "same", **more)
+    return layer_row("moe", hf(name, "experts", "hidden"), "mlp.router.weight", **more)
 
 
-def _qkv(what: str, engine: str, *dims: str) -> Row:
-    sources = tuple(hf(f"self_attn.{n}_proj.{what}", size, *dims) for n, size in (("q", "q"), ("k", "kv"), ("v", "kv")))
+def qkv(what: str, sizes: tuple[str, str], *dims: str, engine: str = "self_attn.qkv_proj.") -> Row:
+    """Queries, keys and values in one parameter; `sizes` of the queries' rows and of the others'."""
+    sources = tuple(
+        hf(f"self_attn.{name}_proj.{what}", size, *dims) for name, size in zip("qkv", (*sizes, sizes[1]), strict=True)
+    )
     trainer = f"self_attention.linear_qkv.{what}"
-    return layer_row("every", sources, trainer, "grouped_qkv", engine=engine, engine_rule="concat_qkv")
+    return layer_row("every", sources, trainer, "grouped_qkv", engine=engine + what, engine_rule="concat_qkv")
 
 
 INPUT_NORM = layer_row(
     "every",
     hf("input_layernorm.weight", "hidden"),
     ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-    "same",
 )
 MLP_NORM = layer_row(
     "every",
     hf("post_attention_layernorm.weight", "hidden"),
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-    "same",
 )
-QKV = _qkv("weight", "self_attn.qkv_proj.weight", "hidden")
-QKV_BIAS = _qkv("bias", "self_attn.qkv_proj.bias")
+QKV = qkv("weight", ("q", "kv"), "hidden")
+QKV_BIAS = qkv("bias", ("q_bias", "kv_bias"))
 OUTPUT = layer_row("every", hf("self_attn.o_proj.weight", "hidden", "q"), "self_attention.linear_proj.weight", "row")
 QK_NORM = (
-    layer_row("every", hf("self_attn.q_norm.weight", "head_dim"), "self_attention.q_layernorm.weight", "same"),
-    layer_row("every", hf("self_attn.k_norm.weight", "head_dim"), "self_attention.k_layernorm.weight", "same"),
+    layer_row("every", hf("self_attn.q_norm.weight", "head_norm"), "self_attention.q_layernorm.weight"),
+    layer_row("every", hf("self_attn.k_norm.weight", "head_norm"), "self_attention.k_layernorm.weight"),
 )
+CORRECTION_BIAS = layer_row(
+    "moe",
+    hf("mlp.gate.e_score_correction_bias", "experts"),
+    "mlp.router.expert_bias",
+    kind="late",
+    fp32=("file", "trainer", "engine"),
+)
+"""Added to the router's scores for choosing experts only. Megatron changes it behind the optimizer's step."""
 ATTENTION = (INPUT_NORM, QKV, OUTPUT, MLP_NORM)
 """Grouped-query attention between its two norms, without biases."""
+SHARED_EXPERTS = mlp("moe", "mlp.shared_experts.", "shared_ffn", "mlp.shared_experts.")
 DENSE_MLP = mlp("dense", "mlp.", "dense_ffn", "mlp.")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from megastream.layout.naming import Kind
 
+Holder = Literal["file", "trainer", "engine"]
 Layers = Literal["none", "every", "moe", "dense"]
 """Which decoder layers have a row: none (embedding, final norm, head), all, or only those with or without experts."""
 
@@ -54,10 +55,12 @@ class Source:
 class Row:
     """One line of a family table: the Hugging Face tensors, and the parameter that each side fuses them into.
 
-    `trainer` lists every name that Megatron's specs (local, Transformer Engine) use for it. Experts of kind `expert`
-    are one parameter each on the trainer; `engine_stacked` says that the engine stacks them on a leading dim.
+    `trainer` lists every name that Megatron's specs (local, Transformer Engine) use for it. A row without a trainer
+    name, or without an engine name, is of the other side only, where the two fuse other tensors. Experts of kind
+    `expert` are one parameter each on the trainer; `engine_stacked`: the engine stacks them on a leading dim.
     `tied_to` replaces the sources in a model with tied embeddings. `engine_spare` (rows outside layers): every pipeline
-    stage of the engine has the parameter, also those that never read it.
+    stage of the engine has the parameter, also those that never read it. `fp32`: who keeps it in fp32 whatever the
+    model's dtype is.
     """
 
     kind: Kind
@@ -70,3 +73,4 @@ class Row:
     engine_stacked: bool = False
     tied_to: Source | None = None
     engine_spare: bool = False
+    fp32: tuple[Holder, ...] = ()

@@ -14,12 +14,16 @@ Shape_contra = TypeVar("Shape_contra", contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a parameter name stands for. `rule` is a key of RULES; expert entries are cut by the expert axis."""
+    """What a parameter name stands for. `rule` is a key of RULES; expert entries are cut by the expert axis.
+
+    `dtype` is the parameter's on that side, as far as a config.json tells; who describes live parameters knows better.
+    """
 
     kind: Kind
     rule: str
     tensors: tuple[TensorSpec, ...]
     head_dim: int
+    dtype: str
 
 
 class Names(Protocol[Shape_contra]):

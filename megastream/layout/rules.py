@@ -37,7 +37,8 @@ class Cut:
 class Fused:
     """What one parameter is made of: the tensors in the rule's order, and sizes that shapes alone do not tell.
 
-    `padded_rows` counts the rows over all ranks of a parameter whose rows are padded (vocabulary); 0: not padded.
+    `padded_rows` counts the rows over all ranks of a parameter whose rows are padded (vocabulary) or may be replicated
+    (latent); 0: not known.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -81,9 +82,13 @@ Rule = Callable[[Fused, Cut], Placed]
 
 
 def same(fused: Fused, cut: Cut) -> Placed:
-    """One tensor, whole on every rank."""
-    (tensor,) = fused.tensors
-    return Placed(tensor.shape, (_rows(tensor, 0, tensor.shape[0], at=0),))
+    """Whole on every rank; several tensors one below the other."""
+    regions: list[Region] = []
+    at = 0
+    for tensor in fused.tensors:
+        regions.append(_rows(tensor, 0, tensor.shape[0], at))
+        at += tensor.shape[0]
+    return Placed((at, *fused.tensors[0].shape[1:]), tuple(regions))
 
 
 def column(fused: Fused, cut: Cut) -> Placed:
@@ -91,6 +96,15 @@ def column(fused: Fused, cut: Cut) -> Placed:
     (tensor,) = fused.tensors
     num = cut.divide(tensor.shape[0], f"rows of {tensor.name}")
     return Placed((num, *tensor.shape[1:]), (_rows(tensor, cut.rank * num, (cut.rank + 1) * num, at=0),))
+
+
+def latent(fused: Fused, cut: Cut) -> Placed:
+    """Megatron's projection to a latent: rows cut evenly in its local spec, whole on all ranks in Transformer Engine's.
+
+    `padded_rows`, the rows over all ranks, tells which; without it (0) it is whole.
+    """
+    (tensor,) = fused.tensors
+    return column(fused, cut) if fused.padded_rows == tensor.shape[0] else same(fused, cut)
 
 
 def row(fused: Fused, cut: Cut) -> Placed:
@@ -185,6 +199,7 @@ def expert_stack(rule: Rule, experts: Sequence[Fused], cut: Cut) -> Placed:
 RULES: dict[str, Rule] = {
     "same": same,
     "column": column,
+    "latent": latent,
     "row": row,
     "vocab": vocab,
     "gated": gated,

@@ -111,35 +111,45 @@ def _buckets(
     bucket_elements: int,
     vocab_multiple: int,
 ) -> tuple[list[TrainerParam], list[BufferSpec]]:
-    """Megatron's buckets: parameters in reverse order, dense and expert ones apart when ep > 1."""
-    dtype = shape.dtype
+    """Megatron's buckets: parameters in reverse order, dense and expert ones apart when ep > 1.
+
+    What changes behind the optimizer's step (kind "late") is in no bucket of Megatron's: here it has one of its own.
+    """
     params: list[TrainerParam] = []
     sizes: dict[str, int] = {}
-    counts = {"dense": 0, "expert": 0}
+    dtypes: dict[str, str] = {}
+    counts = {"dense": 0, "expert": 0, "late": 0}
     for name in reversed(list(names)):
         entry = family.trainer_entry(name, shape)
         padded = _round_up(shape.vocab, vocab_multiple * coords["tp_size"]) if entry.rule == "vocab" else 0
         local = place_trainer_param(entry, coords, padded).shape
         group = "expert" if entry.kind == "expert" and coords["ep_size"] > 1 else "dense"
+        group = "late" if entry.kind == "late" else group
         buffer = f"{group}{counts[group]}"
+        dtypes[buffer] = entry.dtype
         offset = _round_up(sizes.get(buffer, 0), _PARAM_ALIGNMENT)
         params.append(TrainerParam(name, local, buffer, offset))
         sizes[buffer] = offset + prod(local)
         if sizes[buffer] >= bucket_elements:
             counts[group] += 1
-    owners = {"expert": coords["edp_size"], "dense": coords["dp_size"] * coords["cp_size"]}
+    owners = {"expert": coords["edp_size"], "dense": coords["dp_size"] * coords["cp_size"], "late": 1}
     buffers = [
-        BufferSpec(name, _round_up(size, _BUCKET_ALIGNMENT * owners[name.rstrip("0123456789")]), dtype)
+        BufferSpec(name, _round_up(size, _BUCKET_ALIGNMENT * owners[name.rstrip("0123456789")]), dtypes[name])
         for name, size in sizes.items()
     ]
     return params, buffers
 
 
 def _owned(buffers: Iterable[BufferSpec], coords: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """The distributed optimizer's slice of every bucket: equal parts over the ranks that hold the same parameters."""
+    """The distributed optimizer's slice of every bucket: equal parts over the ranks that hold the same parameters.
+
+    What no optimizer steps is every rank's.
+    """
     owned: dict[str, tuple[int, int]] = {}
     for buffer in buffers:
-        if buffer.name.startswith("expert"):
+        if buffer.name.startswith("late"):
+            index, size = 0, 1
+        elif buffer.name.startswith("expert"):
             index, size = coords["edp"], coords["edp_size"]
         else:
             index, size = coords["dp"] * coords["cp_size"] + coords["cp"], coords["dp_size"] * coords["cp_size"]
@@ -166,7 +176,8 @@ def _engine_layout(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, rank: int) 
     for name in (*outer.values(), *family.engine_names(shape, layers)):
         slots = experts if family.engine_stacks_experts(name) else None
         placed = place_engine_param(family, shape, name, coords, slots, padded)
-        params.append(EngineParam(name, placed.shape, shape.dtype, slots))
+        dtype = family.engine_entry(name, shape, None if slots is None else slots[0]).dtype
+        params.append(EngineParam(name, placed.shape, dtype, slots))
     return engine_rank_layout(
         family, shape, rank=rank, world_size=mesh.world_size, coords=coords, params=params, unused=unused
     )

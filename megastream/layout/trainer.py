@@ -92,7 +92,7 @@ def place_trainer_param(entry: Entry, coords: Mapping[str, int], padded_rows: in
 
 
 def _place(entry: Entry, param: TrainerParam, coords: Mapping[str, int], rank: int) -> Placed:
-    padded = param.shape[0] * coords_cut(coords, "tp").size if entry.rule == "vocab" else 0
+    padded = param.shape[0] * coords_cut(coords, "tp").size if entry.rule in ("vocab", "latent") else 0
     placed = place_trainer_param(entry, coords, padded)
     if placed.shape != param.shape:
         raise ValueError(f"trainer rank {rank}: {param.name} has shape {param.shape}, the table gives {placed.shape}")

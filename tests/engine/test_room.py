@@ -75,7 +75,12 @@ def test_experts_are_unpacked_and_packed(isa: str, monkeypatch: pytest.MonkeyPat
 
 
 def vllm_config(**changes: Any) -> SimpleNamespace:
-    model = {"quantization": None, "enable_sleep_mode": False, "hf_config": SimpleNamespace(tie_word_embeddings=False)}
+    model = {
+        "quantization": None,
+        "enable_sleep_mode": False,
+        "use_mla": False,
+        "hf_config": SimpleNamespace(tie_word_embeddings=False),
+    }
     parallel = {"enable_eplb": False, "data_parallel_size": 1, "pipeline_parallel_size": 1}
     top = {"lora_config": None, "speculative_config": None}
     for key, value in changes.items():
@@ -93,6 +98,7 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
         ({"data_parallel_size": 2}, "--data-parallel-size 1"),
         ({"hf_config": SimpleNamespace(tie_word_embeddings=True), "pipeline_parallel_size": 2}, "tied"),
         ({"enable_sleep_mode": True}, "sleep"),
+        ({"use_mla": True}, "derived from kv_b_proj"),
     ],
 )
 def test_configurations_are_refused_by_name(changes: dict[str, Any], named: str) -> None:

@@ -103,6 +103,60 @@ class Attention:
         return params
 
 
+@dataclass(frozen=True)
+class LatentAttention:
+    """MLA: latents of queries (if `q_lora_rank`) and of keys and values; heads are cut, latents are not (but by
+    Megatron's local spec)."""
+
+    def tensors(self, c: Config) -> Dims:
+        hidden, heads = c["hidden_size"], c["num_attention_heads"]
+        q_lora, kv_lora = c["q_lora_rank"], c["kv_lora_rank"]
+        nope, rope, v = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+        queries: Dims = {"q_proj.weight": (heads * (nope + rope), hidden)}
+        if q_lora:
+            queries = {"q_a_proj.weight": (q_lora, hidden), "q_a_layernorm.weight": (q_lora,)}
+            queries["q_b_proj.weight"] = heads * (nope + rope), q_lora
+        rest: Dims = {
+            "kv_a_proj_with_mqa.weight": (kv_lora + rope, hidden),
+            "kv_a_layernorm.weight": (kv_lora,),
+            "kv_b_proj.weight": (heads * (nope + v), kv_lora),
+            "o_proj.weight": (hidden, heads * v),
+        }
+        return {f"self_attn.{name}": dims for name, dims in {**queries, **rest}.items()}
+
+    def megatron(self, w: Arrays, c: Config, at: dict[str, int], te: bool) -> Arrays:
+        cut = at["tp"], at["tp_size"]
+        params = {
+            "linear_kv_up_proj.weight": part(w["self_attn.kv_b_proj.weight"], *cut),
+            "linear_proj.weight": part(w["self_attn.o_proj.weight"], *cut, dim=1),
+        }
+        downs = {"linear_kv_down_proj.weight": w["self_attn.kv_a_proj_with_mqa.weight"]}
+        norms = {"kv": w["self_attn.kv_a_layernorm.weight"]}
+        if c["q_lora_rank"]:
+            params["linear_q_up_proj.weight"] = part(w["self_attn.q_b_proj.weight"], *cut)
+            downs["linear_q_down_proj.weight"] = w["self_attn.q_a_proj.weight"]
+            norms["q"] = w["self_attn.q_a_layernorm.weight"]
+        else:
+            params["linear_q_proj.weight"] = part(w["self_attn.q_proj.weight"], *cut)
+        params |= {name: array if te else part(array, *cut) for name, array in downs.items()}
+        norm = "linear_{}_up_proj.layer_norm_weight" if te else "{}_layernorm.weight"
+        params |= {norm.format(name): array for name, array in norms.items()}
+        return {f"self_attention.{name}": array for name, array in params.items()}
+
+    def vllm(self, w: Arrays, c: Config, at: EngineRank) -> Arrays:
+        down = w["self_attn.kv_a_proj_with_mqa.weight"]
+        if c["q_lora_rank"]:
+            columns = ["q_b_proj.weight", "kv_b_proj.weight"]
+            whole = {"fused_qkv_a_proj.weight": np.concatenate([w["self_attn.q_a_proj.weight"], down])}
+            whole["q_a_layernorm.weight"] = w["self_attn.q_a_layernorm.weight"]
+        else:
+            columns, whole = ["q_proj.weight", "kv_b_proj.weight"], {"kv_a_proj_with_mqa.weight": down}
+        params = {**whole, "kv_a_layernorm.weight": w["self_attn.kv_a_layernorm.weight"]}
+        params |= {name: part(w[f"self_attn.{name}"], at.tp, at.tp_size) for name in columns}
+        params["o_proj.weight"] = part(w["self_attn.o_proj.weight"], at.tp, at.tp_size, 1)
+        return {f"self_attn.{name}": array for name, array in params.items()}
+
+
 def mlp_tensors(prefix: str, ffn: int, hidden: int, names: tuple[str, str, str]) -> Dims:
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
     return {gate: (ffn, hidden), up: (ffn, hidden), down: (hidden, ffn)}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.helpers.reference_blocks import Attention, Config, Experts, Mlp, Norms, Whole
+from tests.helpers.reference_blocks import Attention, Config, Experts, LatentAttention, Mlp, Norms, Whole
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,36 @@ def _mixtral(c: Config, layer: int) -> list[Any]:
     return [Norms(), Attention(), experts]
 
 
+def _behind_dense(c: Config, layer: int) -> tuple[list[Any], bool]:
+    """The MLP of a layer whose model begins with dense ones, and whether this is one of those."""
+    if layer < c["first_k_dense_replace"]:
+        return [Mlp(c["intermediate_size"])], True
+    width = c["moe_intermediate_size"]
+    shared = Mlp(width * c["n_shared_experts"], "mlp.shared_experts.", "mlp.shared_experts.")
+    bias = Whole("mlp.gate.e_score_correction_bias", (c["n_routed_experts"],), "mlp.router.expert_bias")
+    return [Experts(width), bias, *([shared] if c["n_shared_experts"] else [])], False
+
+
+def _glm4_moe(c: Config, layer: int) -> list[Any]:
+    mlp, dense = _behind_dense(c, layer)
+    return [Norms((True, dense)), Attention(bias=c["attention_bias"], qk_norm=c["use_qk_norm"]), *mlp]
+
+
+def _deepseek_v3(c: Config, layer: int) -> list[Any]:
+    mlp, dense = _behind_dense(c, layer)
+    return [Norms((False, dense)), LatentAttention(), *mlp]
+
+
+DENSE_FIRST = {
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+}
+LATENT = {"q_lora_rank": 28, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6}
+SMALL_FIRST = dict(first_k_dense_replace=1, n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=8)
+SMALL_LATENT = dict(q_lora_rank=8, kv_lora_rank=6, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=2)
 EVERYWHERE = ("embed", "norm", "head")
 
 REFERENCES = {
@@ -99,5 +129,16 @@ REFERENCES = {
         _mixtral,
         spares=EVERYWHERE,
         small=dict(num_local_experts=4),
+    ),
+    "glm4_moe": Reference(
+        DENSE | DENSE_FIRST | {"model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True},
+        _glm4_moe,
+        small=SMALL_FIRST,
+    ),
+    "deepseek_v3": Reference(
+        {key: value for key, value in DENSE.items() if key != "head_dim"}
+        | {**DENSE_FIRST, **LATENT, "model_type": "deepseek_v3", "num_key_value_heads": 8},
+        _deepseek_v3,
+        small={**SMALL_FIRST, **SMALL_LATENT, "num_key_value_heads": 4},
     ),
 }

@@ -9,7 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megastream.families import FAMILIES
+from megastream.families import FAMILIES, load_shape
+from megastream.layout.box import Box
+from megastream.layout.mesh import parse_engine_mesh, parse_trainer_mesh
+from megastream.layout.shard import RankLayout
+from megastream.layout.synthetic import engine_layouts, trainer_layouts
 from tests.helpers.layout_reference import Model
 from tests.helpers.layout_world import differing, make_world
 from tests.helpers.reference_families import REFERENCES, TINY
@@ -39,6 +43,80 @@ def test_the_table_has_exactly_the_model_s_tensors(family: str) -> None:
     model = awkward(family)
     shapes = {spec.name: spec.shape for spec in model.family.tensors(model.shape)}
     assert shapes == {name: array.shape for name, array in model.tensors.items()}
+
+
+VARIANTS = [
+    ("qwen3_moe", {"mlp_only_layers": (0, 2)}),
+    ("qwen2_moe", {"mlp_only_layers": (1,)}),
+    ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
+    ("glm4_moe", {"n_shared_experts": 0}),
+    ("deepseek_v3", {"q_lora_rank": None}),  # Moonlight
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS)
+def test_what_a_config_switches_off_is_not_there(family: str, changes: dict) -> None:
+    model = Model(REFERENCES[family].config(**{**TINY, **REFERENCES[family].small, **changes}))
+    assert {spec.name for spec in model.family.tensors(model.shape)} == set(model.tensors)
+    world = make_world(model, "tp2 ep2 dp2", "tp2 ep2", trainer_stages=(3,), engine_stages=(3,), pad=4)
+    assert differing(world, world.plan()) == []
+
+
+def test_kimi_k2_is_a_deepseek_v3() -> None:
+    assert load_shape(REFERENCES["deepseek_v3"].config(model_type="kimi_k2")).family == "deepseek_v3"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layouts_from_strings_alone_are_those_of_the_ranks(family: str) -> None:
+    """Same names, boxes, ranks and spare copies; offsets differ with the buckets, and so does padding."""
+    model = tiny(family, False)
+    trainer, engine = "tp2 etp1 ep4 dp2", "tp2 pp3"
+    plant = make_world(model, trainer, engine, trainer_stages=(3,), engine_stages=(1, 1, 1), te=True, pad=4)
+    sides = (
+        (trainer_layouts(model.family, model.shape, parse_trainer_mesh(trainer)), plant.trainer),
+        (engine_layouts(model.family, model.shape, parse_engine_mesh(engine)), plant.engine),
+    )
+    for ours, hand in sides:
+        for one, other in zip(ours, hand, strict=True):
+            assert _inside_layers(one) == _inside_layers(other)
+            assert one.coords == other.coords and set(one.unused) == set(other.unused)
+
+
+def _inside_layers(layout: RankLayout) -> set[tuple[str, Box]]:
+    return {(shard.tensor, shard.box) for shard in layout.shards if ".layers." in shard.tensor}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("qwen3", {"attention_bias": True}, "attention_bias is True; qwen3 has a table for False only"),
+        ("llama", {"mlp_bias": True}, "mlp_bias is True; llama has a table for False only"),
+        ("llama", {"intermediate_size": 0}, "intermediate_size is 0; it must be at least 1"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0; it must be at least 1"),
+        ("glm4_moe", {"n_routed_experts": None}, "n_routed_experts is None; expected a whole number"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; deepseek_v3 has a table for 'noaux_tc'"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be at least 1"),
+    ],
+)
+def test_configs_without_a_table_are_refused_by_field(family: str, changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=f"config.json field {words}"):
+        load_shape(REFERENCES[family].config(**changes))
+
+
+@pytest.mark.parametrize(("family", "tensors"), [("glm4_moe", 5), ("deepseek_v3", 5)])
+def test_correction_biases_stay_fp32_in_a_bf16_model(family: str, tensors: int) -> None:
+    """O8: in the file, on the trainer and in the engine; they are late, because they change behind the step."""
+    model = Model(REFERENCES[family].config(torch_dtype="bfloat16"))
+    specs = [spec for spec in model.family.tensors(model.shape) if spec.dtype == "float32"]
+    assert [spec.name.rpartition(".")[2] for spec in specs] == ["e_score_correction_bias"] * tensors
+    assert {model.family.place(spec.name).kind for spec in specs} == {"late"}
+    for layout in (
+        *trainer_layouts(model.family, model.shape, parse_trainer_mesh("ep2"), ownership="slice"),
+        *engine_layouts(model.family, model.shape, parse_engine_mesh("tp2")),
+    ):
+        dtypes = {spec.name: spec.dtype for spec in layout.buffers}
+        held = {shard.tensor: dtypes[shard.buffer] for shard in layout.shards}
+        assert {held[spec.name] for spec in specs} == {"float32"}
 
 
 PAIRS = [

@@ -29,6 +29,11 @@ def refuse_config(vllm_config: Any) -> None:
             "embedding and head are tied across pipeline stages",
             "use --pipeline-parallel-size 1",
         ),
+        (
+            model.use_mla,
+            "latent attention (MLA) computes with matrices that are derived from kv_b_proj after loading",
+            "such a model can be planned and converted, not streamed",
+        ),
         (model.enable_sleep_mode, "sleep mode drops weights", "leave out --enable-sleep-mode"),
     )
     for refused, what, remedy in refusals:

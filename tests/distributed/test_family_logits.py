@@ -1,0 +1,39 @@
+"""Every family's Megatron model, filled through our trainer layout, computes what `transformers` computes (fp32)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megastream.families import FAMILIES, load_shape
+from tests.helpers.family_models import FAMILY_MODELS, megatron_logits, write_transformers
+from tests.helpers.ranks import run_ranks
+
+HEART = "mixtral"
+
+
+def test_every_family_has_a_model() -> None:
+    assert set(FAMILY_MODELS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "family", [f if f == HEART else pytest.param(f, marks=pytest.mark.full) for f in FAMILY_MODELS]
+)
+def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+    """And differ as soon as two tensors of one shape are exchanged."""
+    theirs = write_transformers(family, tmp_path)
+    job = dict(family=family, folder=str(tmp_path))
+    (ours,) = run_ranks(megatron_logits, 1, **job)
+    assert float((torch.from_numpy(ours) - theirs).abs().max()) < 1e-5
+    (wrong,) = run_ranks(megatron_logits, 1, **job, swapped=_two_alike(tmp_path))
+    assert float((torch.from_numpy(wrong) - theirs).abs().max()) > 1e-2
+
+
+def _two_alike(folder: Path) -> tuple[str, str]:
+    """The gate and up projections of one MLP."""
+    shape = load_shape(folder)
+    names = [spec.name for spec in FAMILIES[shape.family].tensors(shape)]
+    gate = next(name for name in names if name.endswith(("gate_proj.weight", "w1.weight")))
+    return gate, gate.replace("gate_proj", "up_proj").replace("w1", "w3")
