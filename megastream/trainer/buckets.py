@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megastream.trainer import compat
-from megastream.trainer.split import SplitStep, clip
+from megastream.trainer.split import Norm, SplitStep, clip
 
 BUCKET_ELEMENTS = 8_000_000
 """Default size at which a run of parameters is closed."""
@@ -83,7 +83,7 @@ class Bucket:
         for shard, start, end in self.shards:
             shard.main.grad = self.grads[start:end].float()
 
-    def update(self, norm: float | None, split: SplitStep) -> None:
+    def update(self, norm: Norm | None, split: SplitStep) -> None:
         """Clips, steps and copies back this rank's part of the bucket, exactly as stock does it for all at once.
 
         Without a norm nothing is clipped: what stock does when the norm turns out not to be too large.

@@ -22,7 +22,7 @@ from megastream.trainer.buckets import Bucket, in_turns
 from megastream.trainer.compat_grads import GradTakeover, check_local_grads
 from megastream.trainer.not_finite import name_not_finite
 from megastream.trainer.order import ReadyOrder
-from megastream.trainer.split import SplitStep, refuse_changed, settings_of
+from megastream.trainer.split import Norm, SplitStep, clip_coefficient, refuse_changed, settings_of
 from megastream.trainer.stepper import SKIPPED, Listener, StepResult, Trained, grad_norm, step_with_norm
 from megastream.trainer.undo import Undo
 
@@ -177,11 +177,11 @@ class EarlyStepper:
             self._agree()
         self._begin()
         self._takeover.next_step()
-        return StepResult(math.isfinite(norm), norm)
+        return StepResult(math.isfinite(norm), float(norm))
 
-    def _decide(self, norm: float) -> None:
+    def _decide(self, norm: Norm) -> None:
         """Undoes what was stepped too far, steps what is left, and makes the step count."""
-        clips = self._clip > 0.0 and self._clip / (norm + 1.0e-6) < 1.0  # clip_grad_by_total_norm_fp32
+        clips = self._clip > 0.0 and bool(clip_coefficient(self._clip, norm) < 1.0)
         if clips and self.rate.speculating:  # equal on all ranks, unlike what this one stepped: so are attempts
             self.aborts += 1
             self._take_back()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,7 +13,19 @@ from megastream.trainer.compat import MainShard, members
 _SETTINGS = ("lr", "weight_decay", "betas", "eps")
 
 
-def clip(member: Any, mains: list[torch.Tensor], norm: float) -> None:
+Norm: TypeAlias = "float | torch.Tensor"
+"""A gradient norm as megatron gives it: with TransformerEngine (from 0.19 on) an fp32 scalar on the GPU, not a float.
+
+What is divided by it must stay of that type: rounded in fp64, clipped gradients differ from stock's in the last bit.
+"""
+
+
+def clip_coefficient(max_norm: float, norm: Norm) -> Norm:
+    """What gradients are multiplied with where it is below 1, from `clip_grad_by_total_norm_fp32`."""
+    return max_norm / (norm + 1.0e-6)
+
+
+def clip(member: Any, mains: list[torch.Tensor], norm: Norm) -> None:
     """Scales the gradients of these masters in place, as `ChainedOptimizer.step` does for all of the member's."""
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megastream.trainer import compat
 from megastream.trainer.buckets import Bucket
 from megastream.trainer.not_finite import name_not_finite
-from megastream.trainer.split import SplitStep
+from megastream.trainer.split import Norm, SplitStep
 
 OnFinal = Callable[[str], None]
 """Called with a bucket's name, on the training thread, once its bytes are final on this rank. Must return at once."""
@@ -109,23 +109,24 @@ class PipelinedStepper:
         norm = grad_norm(self._trained.optimizer)
         if not math.isfinite(norm):
             name_not_finite(self._trained.buckets, self._trained.name_of, SKIPPED)
-            return StepResult(False, norm)
+            return StepResult(False, float(norm))
         split = SplitStep(self._trained.optimizer)
         step_with_norm(self._trained.buckets, norm, split, self._listener.final, self._trained.slices)
         split.finish()
-        return StepResult(True, norm)
+        return StepResult(True, float(norm))
 
     def close(self) -> None: ...
 
 
-def grad_norm(optimizer: Any) -> float:
+def grad_norm(optimizer: Any) -> Norm:
     """Megatron's own global norm over the reduced gradients, NaN when it says that they are not finite. Collective."""
     if optimizer.prepare_grads():
         return math.nan
-    return float(optimizer.get_grad_norm())
+    norm: Norm = optimizer.get_grad_norm()
+    return norm
 
 
-def step_with_norm(buckets: Sequence[Bucket], norm: float, split: SplitStep, final: OnFinal, slices: bool) -> None:
+def step_with_norm(buckets: Sequence[Bucket], norm: Norm, split: SplitStep, final: OnFinal, slices: bool) -> None:
     """Clips and steps these buckets in turn, and says which are final. All ranks of a bucket's group call it; blocks.
 
     While one bucket is stepped the one before it is gathered.

@@ -6,32 +6,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed.test_layouts import loss_body
 from tests.helpers.against_stock import masked_batches, random_checkpoint, transformers_loss, write_checkpoint
 from tests.helpers.ranks import run_ranks
-from tests.helpers.steps import ALL, STEPS, compare
+from tests.helpers.steps import ALL, STEPS, Run, compare, mixed_clip, train_all
 from tests.helpers.tiny import tiny_config, tiny_qwen2
 
 
-@pytest.mark.parametrize("clip", [0.3, 0.0])
-def test_one_gpu_equals_stock(clip: float) -> None:
+@pytest.mark.parametrize("clip", ["never", "always", "sometimes"])
+def test_one_rank_equals_stock(clip: str) -> None:
     """Fused Adam counts steps in its groups, so an abort must not advance them."""
-    policies = ("whole", "pipelined", "speculative") if clip else ALL
-    for stock, *_, speculative in compare(tiny_config(clip=clip), 1, policies):
-        assert stock["clipped"] == speculative["aborts"] == (STEPS if clip else 0)
-        assert clip or speculative["early"] == speculative["buckets"]
+    limit = {"never": 0.0, "always": 0.3}.get(clip) or (mixed_clip(tiny_config(), 1) if clip == "sometimes" else 0.0)
+    policies = ("whole", "pipelined", "speculative") if limit else ALL
+    for stock, *_, speculative in compare(tiny_config(clip=limit), 1, policies):
+        assert speculative["aborts"] == stock["clipped"] == {"never": 0, "always": STEPS}.get(clip, stock["clipped"])
+        assert speculative["early"] == speculative["buckets"]
+        assert clip != "sometimes" or 0 < speculative["aborts"] < STEPS
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes one rank for each GPU")
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"ep": 2}])
 @pytest.mark.parametrize("clip", [0.3, 0.0])
-def test_two_gpus_equal_stock(layout: dict[str, int], clip: float) -> None:
+def test_two_ranks_equal_stock(layout: dict[str, int], clip: float) -> None:
     policies = ("whole", "pipelined", "speculative") if clip else ALL
-    for stock, _, pipelined, *_ in compare(tiny_config(clip=clip, **layout), 2, policies):
-        assert stock["clipped"] == (STEPS if clip else 0)
-        assert pipelined["buckets"] > 2
+    for stock, _, pipelined, *_, speculative in compare(tiny_config(clip=clip, **layout), 2, policies):
+        assert speculative["aborts"] == stock["clipped"] == (STEPS if clip else 0)
+        assert pipelined["buckets"] > 2 and speculative["early"] == speculative["buckets"]
+
+
+@pytest.mark.parametrize("broken", ["skip one bucket", "no undo"])
+def test_what_must_not_be_left_out_shows(broken: str) -> None:
+    config = tiny_config(clip=0.3, layers=2)
+    finality = "speculative" if broken == "no undo" else "pipelined"
+    ((stock, other),) = train_all(config, 1, (Run("stock"), Run(finality, broken=broken)))
+    assert stock["params"] != other["params"] and stock["trace"] != other["trace"]
 
 
 @pytest.mark.parametrize("settings", [dict(recompute="selective"), dict(recompute="full"), dict(per_token_loss=True)])

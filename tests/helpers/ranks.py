@@ -21,6 +21,12 @@ from tests.helpers.forked import forked
 
 GRACE_S = 5.0
 
+SHARED_GPU = dict(NCCL_NET="Socket", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
+"""NCCL refuses two ranks on one GPU of one host. Ranks that say they are on different hosts it lets pass."""
+
+DETERMINISTIC = dict(CUBLAS_WORKSPACE_CONFIG=":4096:8", NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
+"""Without it two equal stock trainings differ on a GPU."""
+
 
 def run_ranks(body: Callable[..., Any], world_size: int, *, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
     """Calls `body(rank=, world_size=, init_method=, **kwargs)` on every rank; returns the results in rank order.
@@ -65,6 +71,8 @@ def _rank(
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=output)
+    if torch.cuda.is_available():
+        _prepare_cuda(rank, world_size)
     try:
         result = body(rank=rank, world_size=world_size, init_method=f"file://{folder}/rendezvous", **kwargs)
         partial = Path(folder) / f"{rank}.partial"
@@ -78,6 +86,13 @@ def _rank(
     output.flush()
     # Threads of a failed product object must not keep a rank alive.
     os._exit(0)
+
+
+def _prepare_cuda(rank: int, world_size: int) -> None:
+    os.environ.update(DETERMINISTIC)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if world_size > torch.cuda.device_count():
+        os.environ.update(SHARED_GPU, NCCL_HOSTID=f"megastream-rank-{rank}")
 
 
 def _report(folder: Path, failed: list[int], exit_codes: list[int | None]) -> str:

@@ -42,7 +42,9 @@ def digest(tensors: Any) -> str:
     return total.hexdigest()
 
 
-def adapter_of(config: TrainerConfig, finality: str) -> tuple[list[Any], Any, MegatronAdapter]:
+def adapter_of(
+    config: TrainerConfig, finality: str, bucket_elements: int = BUCKET_ELEMENTS
+) -> tuple[list[Any], Any, MegatronAdapter]:
     chunks, optimizer = model.build(config)
     shape = load_shape(hf_config(config))
     adapter = MegatronAdapter(
@@ -50,7 +52,7 @@ def adapter_of(config: TrainerConfig, finality: str) -> tuple[list[Any], Any, Me
         optimizer,
         family_of(shape),
         shape,
-        bucket_elements=BUCKET_ELEMENTS,
+        bucket_elements=bucket_elements,
         finality="pipelined" if finality == "stock" else finality,  # type: ignore[arg-type]
         experts_per_unit=2,
     )
@@ -67,13 +69,14 @@ def compare(
         assert stock["unmoved"] == 0
         for other in others:
             assert other["in order"], other["finality"]
-            for key in ("trace", "params", "moments", "masters"):
+            for key in ("trace", "params", "moments", "masters", "group steps"):
                 assert stock[key] == other[key], f"rank {rank}: {key} of {other['finality']}"
     return results
 
 
 def train_all(config: TrainerConfig, world_size: int, runs: tuple[Run, ...]) -> list[list[dict[str, Any]]]:
-    return run_ranks(_body, world_size, config=config, runs=runs, timeout_s=150)
+    timeout_s = 400 if world_size > torch.cuda.device_count() > 0 else 150  # ranks that share a GPU take turns
+    return run_ranks(_body, world_size, config=config, runs=runs, timeout_s=timeout_s)
 
 
 def mixed_clip(config: TrainerConfig, world_size: int) -> float:
@@ -115,6 +118,7 @@ def _train(config: TrainerConfig, run: Run) -> dict[str, Any]:
         "params": digest(params),
         "moments": digest(s[k] for s in states for k in ("exp_avg", "exp_avg_sq", "step") if k in s),
         "masters": digest(shard.main for shard in shards),
+        "group steps": [group.get("step") for part in compat.members(optimizer) for group in part.param_groups],
         "unmoved": sum(torch.equal(a, b) for a, b in zip(before, params, strict=True)),
         "buckets": len(adapter._buckets),
         "late": sum(bucket.late for bucket in adapter._buckets),
