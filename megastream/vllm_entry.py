@@ -28,7 +28,8 @@ from megastream.engine.vllm.kv import KvPolicy, check_policy
 from megastream.engine.vllm.live import VllmLiveModel
 from megastream.engine.vllm.port import PortSettings, VllmCorePort
 from megastream.engine.vllm.worker import Agent
-from megastream.transport.gloo import GlooReceiver
+from megastream.transport.choice import Wanted
+from megastream.transport.lanes import Receiver
 
 logger = logging.getLogger("vllm.megastream")
 
@@ -47,6 +48,8 @@ class PluginSettings:
     """Name of this engine start; a restarted engine takes a new one."""
     host: str = "127.0.0.1"
     """Address under which trainer ranks reach this engine's lanes."""
+    transport: Wanted = "gloo"
+    """What lanes go over: gloo (host memory), ipc (GPUs of one host), nccl (other GPUs), or auto: what is there."""
     reconnect_s: float = 30.0
     """How long a lost control plane is tried before an attachment is given up; then once every `settings.retry_s`."""
     records: bool = False
@@ -61,10 +64,10 @@ class PluginSettings:
         return bool(self.control_url)
 
 
-def read_settings(vllm_config: Any, *, pin_memory: bool = False) -> PluginSettings:
+def read_settings(vllm_config: Any, *, device: str = "cpu") -> PluginSettings:
     """ValueError names an unknown key and the nearest known one, a missing key, or a value of a wrong type or range.
 
-    `pin_memory` is what holds where nothing is said about it.
+    Where nothing is said about them, `pin_memory` and `staging_device` are what suits weights on `device`.
     """
     given = _given(vllm_config.additional_config)
     limits = given.pop("settings", {})
@@ -79,7 +82,9 @@ def read_settings(vllm_config: Any, *, pin_memory: bool = False) -> PluginSettin
     except msgspec.ValidationError as error:
         raise ValueError(f"--additional-config: {str(error).replace('`$.', '`megastream.')}") from error
     _check_values(settings)
-    return replace(settings, settings=EngineSettings(**{"pin_memory": pin_memory, **limits}))
+    staging = "cpu" if settings.transport == "gloo" else device
+    defaults = {"pin_memory": device != "cpu", "staging_device": staging}
+    return replace(settings, settings=EngineSettings(**{**defaults, **limits}))
 
 
 def _given(additional_config: Any) -> dict[str, Any]:
@@ -151,11 +156,11 @@ class WiredEngine(MegastreamEngine):
     _close_wires: Callable[[], None] | None = None
 
     def start_agent(self, live: VllmLiveModel) -> Agent | None:
-        settings = read_settings(self.vllm_config, pin_memory=self.device.type == "cuda")
+        settings = read_settings(self.vllm_config, device=str(self.device))
         if not settings.attachable:
             return None
         log = RedisLog(settings.control_url, settings.run_id, reconnect_s=settings.reconnect_s)
-        receiver = GlooReceiver(settings.host)
+        receiver = Receiver(settings.host, settings.transport, self.device, say=logger.info)
         agent = RankAgent(
             log,
             engine=settings.engine,

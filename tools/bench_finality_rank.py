@@ -25,6 +25,7 @@ from megastream.trainer.early import EarlyStepper
 from megastream.trainer.emit import Emitter
 from megastream.trainer.model import TokenBatch
 from megastream.trainer.stepper import Listener, Stepper
+from megastream.transport.checksum import checksum
 
 POLICIES = ("whole", "pipelined", "speculative", "early", "aborting")
 SLICES = ("pipelined+slice", "speculative+slice", "early+slice")
@@ -34,6 +35,9 @@ DEADLINE_S = 120.0
 
 class CountingLane:
     """A lane into nothing: keeps when each piece came and how large it was."""
+
+    device = "cpu"
+    checksum = staticmethod(checksum)
 
     def __init__(self) -> None:
         self.counters = LaneCounters()

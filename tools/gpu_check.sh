@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with GPUs, vLLM and megatron-core: the engine's and the trainer's tests and a streamed run.
+# On a machine with GPUs, vLLM and megatron-core: the tests of engine, trainer and lanes, and a streamed run.
 # usage: bash tools/gpu_check.sh FOLDER       results and logs go to FOLDER; a failed part does not stop the others
 set -u
 out=${1:?a folder for results}
@@ -22,11 +22,12 @@ else
     config=configs/gpu1.yaml chosen=$one_rank
 fi
 # Two at a time: each engine start is half a minute of compiling on one core.
-part trainer 200 "${tests[@]}" tests/gpu &
+part lanes 300 "${tests[@]}" tests/contract/test_lanes.py tests/contract/test_lane_faults.py -k "ipc or nccl or auto" &
+part trainer 600 "${tests[@]}" tests/gpu &
 part fence 400 "${tests[@]}" tests/engine/test_fence.py -k "$chosen" &
 wait
 part live 300 "${tests[@]}" tests/engine/test_live.py -k "read_back or there_and_back" &
 part stream 300 python3 -m megastream.cli.main quickstart "$config" --out "$out/run" &
 wait
-tail -n 25 "$out"/{trainer,fence,live,stream}.log
-! grep -hE '^(trainer|fence|live|stream) ended with [^0]' "$out"/*.log
+tail -n 25 "$out"/{trainer,lanes,fence,live,stream}.log
+! grep -hE '^(trainer|lanes|fence|live|stream) ended with [^0]' "$out"/*.log

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Protocol
 
 import torch
@@ -46,6 +46,14 @@ class Sink(Protocol):
 
     def settle(self, header: PieceHeader) -> None:
         """The piece is acknowledged. May take long: prepares a version that is complete."""
+
+
+@contextmanager
+def _own_stream(*devices: torch.device) -> Iterator[None]:
+    """This thread's work on a GPU goes beside the engine's steps."""
+    gpu = next((device for device in devices if device.type == "cuda"), None)
+    with torch.cuda.stream(torch.cuda.Stream(gpu)) if gpu is not None else nullcontext():
+        yield
 
 
 class Inlet:
@@ -125,9 +133,10 @@ class Inlet:
         try:
             if not self._adopt(source, lane):
                 return
-            scratch = torch.empty(self._most_bytes[source], dtype=torch.uint8)
-            while (header := lane.receive_header(self._settings.liveness_s)) is not None:
-                self._receive(lane, source, header, scratch)
+            scratch = torch.empty(self._most_bytes[source], dtype=torch.uint8, device=lane.device)
+            with _own_stream(scratch.device, torch.device(self._settings.staging_device)):
+                while (header := lane.receive_header(self._settings.liveness_s)) is not None:
+                    self._receive(lane, source, header, scratch)
         finally:
             lane.close()
 

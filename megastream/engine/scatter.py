@@ -35,3 +35,9 @@ def scatter(piece: Piece, payload: torch.Tensor, buffer_of: Callable[[str], torc
         target_region(buffer_of(copy.target_buffer), copy).copy_(elements[begin:end].view(copy.shape))
         begin = end
     return begin
+
+
+def finish_on_gpu(tensor: torch.Tensor) -> None:
+    """Blocks until what this thread enqueued on the tensor's GPU is done; nothing for one on the CPU."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()

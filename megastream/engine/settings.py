@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from megastream.protocol.bounds import check_settings
+
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,13 +15,16 @@ class EngineSettings:
     """Times in seconds. The defaults suit a run; tests shorten them."""
 
     staging_sets: int = 2
-    """Versions that may be in staging at once, on every rank. Each costs one copy of the rank's weights in host memory.
+    """Versions that may be in staging at once, on every rank. Each costs one copy of the rank's weights, in host memory
+    unless `staging_device` says otherwise.
 
     A complete version costs a second copy until it is live, where preparing it makes one: on a GPU all of it, in the
-    GPU's memory; on CPU the packed weights, which are most of it.
+    GPU's memory, unless staging lies there; on CPU the packed weights, which are most of it.
     """
     pin_memory: bool = False
     """Page-lock staging, for engines that copy from it to a GPU."""
+    staging_device: str = "cpu"
+    """Where staging lies: "cpu" (host memory) or a GPU as torch names it. Lanes over ipc and nccl want the GPU."""
     bind_s: float = 120.0
     """From the Attach to open lanes."""
     transfer_s: float = 60.0
@@ -37,4 +43,6 @@ class EngineSettings:
     """How often a control plane is tried that was away too long for the attachment; for as long as the engine lives."""
 
     def __post_init__(self) -> None:
+        if not _DEVICE.fullmatch(self.staging_device):
+            raise ValueError(f"engine setting staging_device is {self.staging_device!r}; give cpu, or a GPU as cuda:0")
         check_settings(self, "engine setting")

@@ -25,15 +25,25 @@ class StagingMemory:
 
     Planned elements start as NaN, so that bytes which never arrived cannot pass for weights; the others (padding)
     are zero, as the engine's own loader leaves them.
+
+    On a GPU a commit is enqueued and runs later: `reads` marks that, and who writes into the set next waits behind it.
     """
 
     def __init__(
-        self, layout: RankLayout, copies: Mapping[str, tuple[Copy, ...]], num_sets: int, *, pin_memory: bool
+        self,
+        layout: RankLayout,
+        copies: Mapping[str, tuple[Copy, ...]],
+        num_sets: int,
+        *,
+        pin_memory: bool,
+        device: str = "cpu",
     ) -> None:
         self._specs = {spec.name: spec for spec in layout.buffers if spec.name in copies}
         self._copies = copies
-        self._pin = pin_memory
+        self._device = torch.device(device)
+        self._pin = pin_memory and self._device.type == "cpu"
         self._sets: list[dict[str, torch.Tensor] | None] = [None] * num_sets
+        self._reads: dict[int, torch.cuda.Event] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -45,11 +55,28 @@ class StagingMemory:
         buffers = self._sets[slot]
         if buffers is None:
             buffers = self._sets[slot] = {name: self._allocate(name) for name in self._specs}
+            self.finish_writes()  # other lanes' streams write there, too
         return buffers
+
+    def finish_writes(self) -> None:
+        """Blocks until this thread's writes into a set are done."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def reads(self, slot: int) -> None:
+        """What was enqueued on the current stream until now reads the set."""
+        if self._device.type == "cuda":
+            event = self._reads[slot] = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+
+    def await_reads(self, slot: int) -> None:
+        """The current stream goes on once the set was read. Blocks nobody else."""
+        if (event := self._reads.get(slot)) is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def _allocate(self, name: str) -> torch.Tensor:
         spec = self._specs[name]
-        flat = torch.zeros(spec.num_elements, dtype=torch_dtype(spec.dtype), pin_memory=self._pin)
+        flat = torch.zeros(spec.num_elements, dtype=torch_dtype(spec.dtype), pin_memory=self._pin, device=self._device)
         if flat.is_floating_point():
             for copy in self._copies[name]:
                 target_region(flat, copy).fill_(float("nan"))

@@ -37,7 +37,13 @@ class StreamSink:
         self._plan, self._live, self._settings, self._sealed = plan, live, settings, sealed
         self._copies = copies_by_buffer(plan.by_target.get(layout.rank, ()))
         self._table = StagingTable(terms, plan, layout.rank, settings.staging_sets)
-        self._memory = StagingMemory(layout, self._copies, settings.staging_sets, pin_memory=settings.pin_memory)
+        self._memory = StagingMemory(
+            layout,
+            self._copies,
+            settings.staging_sets,
+            pin_memory=settings.pin_memory,
+            device=settings.staging_device,
+        )
         self._prepared: dict[Key, Any] = {}
         self._written: Counter[Key] = Counter()
         """Elements that lie in staging, counted as they were written."""
@@ -62,8 +68,11 @@ class StreamSink:
 
     def write(self, header: PieceHeader, payload: torch.Tensor) -> None:
         with self._changed:
-            buffers = self._memory.buffers(self._table.slot_of(_key(header)))
+            slot = self._table.slot_of(_key(header))
+            buffers = self._memory.buffers(slot)
+        self._memory.await_reads(slot)
         written = scatter(self._plan.pieces[header.seq], payload, buffers.__getitem__)
+        self._memory.finish_writes()
         with self._changed:
             self._written[_key(header)] += written
 
@@ -115,11 +124,13 @@ class StreamSink:
                 return f"version {key.version}, attempt {key.attempt} is not prepared here; prepared are: {staged}"
             if not self._table.hold(key):
                 return f"version {key.version}, attempt {key.attempt} has left staging"
+            slot = self._table.slot_of(key)
         try:
             error = self._write_live(prepared)
             if error:  # absolute values from pinned staging: repeating is safe, whatever the first try left behind
                 error = self._write_live(prepared)
         finally:
+            self._memory.reads(slot)
             with self._changed:
                 self._table.release(key)
                 self._forget(key.version)

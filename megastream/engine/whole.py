@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from megastream.engine.scatter import scatter, torch_dtype
+from megastream.engine.scatter import finish_on_gpu, scatter, torch_dtype
 from megastream.engine.settings import EngineSettings
 from megastream.layout.shard import RankLayout, TensorSpec
 from megastream.plan.types import Copy, Plan
@@ -66,9 +66,11 @@ class WholeSink:
             for name in counts:
                 if name not in self._partial:
                     spec = self._specs[name]
-                    self._partial[name] = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+                    dtype = torch_dtype(spec.dtype)
+                    self._partial[name] = torch.empty(spec.shape, dtype=dtype, device=payload.device)
             flat = {name: self._partial[name].view(-1) for name in counts}
         scatter(piece, payload, flat.__getitem__)
+        finish_on_gpu(payload)
         with self._changed:
             if header.version != self._window:
                 return
@@ -108,7 +110,10 @@ class WholeSink:
         self._open(version, time.monotonic() + deadline_s)
         try:
             for done in range(len(self._need)):
-                yield self._next(version, done)
+                name, tensor = self._next(version, done)
+                if tensor.is_cuda:  # allocated on a lane's stream: not to be reused before the loader has read it
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                yield name, tensor
         finally:
             self._close(version)
 

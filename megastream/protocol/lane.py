@@ -1,7 +1,7 @@
 """The contract of a lane: one directed, ordered, checked way from a trainer rank to an engine rank.
 
-A transport (room `transport/`) implements both ends. Payloads are flat buffers of bytes that expose the buffer
-protocol or are 1-D uint8 torch tensors; the transport says which it takes. A lane belongs to one thread at a time.
+A transport (room `transport/`) implements both ends. Payloads are 1-D contiguous uint8 torch tensors on the lane's
+`device`; their bytes are there when a call gets them, and when it returns. A lane belongs to one thread at a time.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ class SendLane(Protocol):
     """The trainer's end."""
 
     counters: LaneCounters
+    device: str
+    """Where payloads lie: "cpu", or a GPU as torch names it."""
+
+    def checksum(self, payload: Any) -> int:
+        """What the header of a piece with this payload must say, in 64 bits. Blocks until it is known."""
 
     def send(self, header: PieceHeader, payload: Any, deadline_s: float) -> None:
         """Ships one piece; returns when the receiver has acknowledged that the bytes arrived and their checksum held.
@@ -60,6 +65,8 @@ class ReceiveLane(Protocol):
     """The engine's end."""
 
     counters: LaneCounters
+    device: str
+    """Where `into` must lie: "cpu", or a GPU as torch names it."""
 
     def receive_header(self, deadline_s: float) -> PieceHeader | None:
         """The next header, or None when the peer closed the lane. LaneTimeout after `deadline_s` without one."""

@@ -14,6 +14,7 @@ from megastream.layout.trainer import Ownership
 from megastream.rl.bounds import bounds_refusal, sizes_refusal
 from megastream.rl.plain import read_plain
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, clipping_refusal
+from megastream.transport.choice import Wanted
 
 T = TypeVar("T", bound="Section")
 
@@ -83,13 +84,16 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
 
 class StreamConfig(Section, frozen=True, kw_only=True):
-    """How the weights travel. `piece_mib` bounds one message, `experts_per_unit` the experts tracked together.
+    """How the weights travel: over host memory (`transport` gloo), or from GPU to GPU (`ipc` on one host, `nccl`
+    between two GPUs; `auto` takes the fastest that both ends have). `piece_mib` bounds one message,
+    `experts_per_unit` the experts tracked together.
 
     `finality` says when a bucket leaves; `speculative` gives up on speculation once more than `max_abort_rate` of the
     last 16 steps were clipped, until at most half of that rate is left. With `ownership` slice each data-parallel rank
     sends what it steps, before parameters are gathered; with replica any of them sends, after it.
     """
 
+    transport: Wanted = "gloo"
     finality: Finality = "pipelined"
     max_abort_rate: float = MAX_ABORT_RATE
     ownership: Ownership = "replica"

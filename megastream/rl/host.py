@@ -51,6 +51,7 @@ def engine_arguments(job: Job) -> AsyncEngineArgs:
         "control_url": job.control_url,
         "run_id": job.run_id,
         "engine": job.engine,
+        "transport": job.config.stream.transport,
         "reconnect_s": job.config.deadlines.reconnect_s,
         "records": True,
         "settings": engine_settings(job),

@@ -24,7 +24,7 @@ from megastream.protocol.terms import ProtocolError
 from megastream.trainer.emit import Emitter
 from megastream.trainer.outgoing import MakeHeader
 from megastream.trainer.settings import TrainerSettings
-from megastream.transport import gloo
+from megastream.transport.lanes import connect
 
 _POLL_S = 0.05
 GRACE_S = 2.0
@@ -128,10 +128,11 @@ class Binder:
     def open_lanes(self, attach: Attach, plan: Plan, book: TrainerBook) -> Emitter:
         """Connects to every engine rank that this rank sends to."""
         lanes: dict[int, SendLane] = {}
+        device = next((bucket.device for bucket in self._trainer.buffers.values()), torch.device("cpu"))
         with ExitStack() as opened:
             for target in sorted({piece.target for piece in plan.by_source.get(self._rank, ())}):
                 address = book.bound["engine", target].addresses[self._rank]
-                lanes[target] = gloo.connect(address, self._settings.bind_s)
+                lanes[target] = connect(address, self._settings.bind_s, device)
                 opened.callback(lanes[target].close)
             opened.pop_all()
         return Emitter(

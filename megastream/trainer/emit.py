@@ -15,7 +15,6 @@ from functools import partial
 from time import monotonic
 
 import torch
-import xxhash
 
 from megastream.plan.types import Piece, Plan
 from megastream.protocol.lane import SendLane
@@ -190,10 +189,11 @@ class Emitter:
             target: max((p.num_bytes for p in pieces if p.target == target), default=0) for target in self._lanes
         }
         device = next((self._buffers[name].device for name in self._pieces), torch.device("cpu"))
-        packer = Packer(device, max(largest.values(), default=0))
+        packer = Packer(device)
         with self._condition:
             for target, num_bytes in largest.items():
-                self._free[target] = [packer.new_slot(num_bytes) for _ in range(self._slots_per_target)]
+                where = self._lanes[target].device
+                self._free[target] = [packer.new_slot(num_bytes, where) for _ in range(self._slots_per_target)]
         while (entry := self._final.get()) is not None:
             name, event = entry
             for piece in self._pieces[name]:
@@ -208,8 +208,9 @@ class Emitter:
                 self._condition.notify_all()
 
     def _pack(self, packer: Packer, piece: Piece, event: torch.cuda.Event | None, slot: torch.Tensor) -> None:
-        packer.fill(piece, self._buffers[piece.source_buffer], event, slot)
-        checksum = xxhash.xxh3_64_intdigest(slot[: piece.num_bytes].numpy().data)
+        checksum = packer.fill(
+            piece, self._buffers[piece.source_buffer], event, slot, self._lanes[piece.target].checksum
+        )
         header = self._make_header(piece, self._version, self._attempt, checksum)
         self._outgoing[piece.target].put(Filled(piece, header, slot))
 

@@ -37,6 +37,8 @@ class GlooReceiver:
     `host` is a local address; store and lanes listen on it and nowhere else.
     """
 
+    transport = "gloo"
+
     def __init__(self, host: str) -> None:
         self._host = host
         try:
@@ -53,7 +55,7 @@ class GlooReceiver:
     def address(self, source: int) -> LaneAddress:
         """A fresh address, for one connection of trainer rank `source`. Replaces an earlier one."""
         store = self._open_store()
-        address = LaneAddress("gloo", self._host, self._port, f"trainer{source}-{secrets.token_hex(8)}")
+        address = LaneAddress(self.transport, self._host, self._port, f"trainer{source}-{secrets.token_hex(8)}")
         with self._lock:
             if (replaced := self._offered.get(source)) is not None:
                 _void(store, replaced)
@@ -78,7 +80,8 @@ class GlooReceiver:
             if await_key(store, _claim(address.key), deadline_s) != _TAKEN:
                 raise LaneError(f"{name}: withdrawn while it waited for a trainer rank")
             left = max(until - time.monotonic(), 0.1)
-            lane = GlooReceiveLane(GlooPair(prefixed(store, address.key), RECEIVER, self._host, left), name)
+            pair = GlooPair(prefixed(store, address.key), RECEIVER, self._host, left)
+            lane = self._lane(pair, name, until)
         except PairTimeout as error:
             raise LaneTimeout(f"{name}: nobody connected within {deadline_s:.1f} s") from error
         except PairBroken as error:
@@ -99,6 +102,10 @@ class GlooReceiver:
         with self._lock:
             self._store = None
 
+    def _lane(self, pair: GlooPair, name: str, until: float) -> GlooReceiveLane:
+        """The lane over a group that is up; until `until` (time.monotonic seconds) the other end waits for it, too."""
+        return GlooReceiveLane(pair, name)
+
     def _open_store(self) -> Any:
         if self._store is None:
             raise LaneError(f"receiver at {self._host}:{self._port} is closed")
@@ -107,10 +114,19 @@ class GlooReceiver:
 
 def connect(address: LaneAddress, deadline_s: float) -> GlooSendLane:
     """The sender's end of the lane that `address` names; blocks until the receiver accepts. Once per address."""
-    name = f"lane {address.key} at {address.host}:{address.port}"
-    until = time.monotonic() + deadline_s
     if address.transport != "gloo":
-        raise LaneError(f"{name}: the address is for transport {address.transport}, this is gloo")
+        raise LaneError(f"{name_of(address)}: the address is for transport {address.transport}, this is gloo")
+    return GlooSendLane(meet(address, deadline_s), name_of(address))
+
+
+def name_of(address: LaneAddress) -> str:
+    """What a lane is called before its first piece."""
+    return f"lane {address.key} at {address.host}:{address.port}"
+
+
+def meet(address: LaneAddress, deadline_s: float) -> GlooPair:
+    """The sender's end of the group behind an address; blocks until the receiver accepts. LaneError, LaneTimeout."""
+    name, until = name_of(address), time.monotonic() + deadline_s
     try:
         with socket.create_connection((address.host, address.port), deadline_s) as probe:
             local = probe.getsockname()[0]
@@ -119,12 +135,11 @@ def connect(address: LaneAddress, deadline_s: float) -> GlooSendLane:
         if not store.delete_key(_offer(address.key)):
             raise LaneError(f"{name}: no such lane there: another run's address, withdrawn, or in use already")
         store.set(_claim(address.key), _TAKEN)
-        pair = GlooPair(prefixed(store, address.key), SENDER, local, max(until - time.monotonic(), 0.1))
+        return GlooPair(prefixed(store, address.key), SENDER, local, max(until - time.monotonic(), 0.1))
     except PairTimeout as error:
         raise LaneTimeout(f"{name}: not accepted within {deadline_s:.1f} s") from error
     except (OSError, PairBroken) as error:
         raise LaneError(f"{name}: cannot connect: {error}") from error
-    return GlooSendLane(pair, name)
 
 
 def _offer(key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -34,8 +35,11 @@ _OK, _REFUSED, _REFUSED_UNREAD = 0, 1, 2
 class _Lane:
     """What both ends share: the group, its name in messages, and the reason once it is broken."""
 
+    device = "cpu"
+
     def __init__(self, pair: GlooPair, name: str) -> None:
         self.counters = LaneCounters()
+        self._hash: Callable[[torch.Tensor], int] = checksum
         self._pair: GlooPair | None = pair
         self._name = name
         self._broken: str | None = None
@@ -69,11 +73,14 @@ class GlooSendLane(_Lane):
         super().__init__(pair, name)
         self._last: PieceHeader | None = None
 
+    def checksum(self, payload: torch.Tensor) -> int:
+        return self._hash(payload)
+
     def send(self, header: PieceHeader, payload: torch.Tensor, deadline_s: float) -> None:
         """ValueError before any byte moves when `payload` is not exactly the piece's memory."""
         pair = self._usable()
         what = self._identify(header)
-        check_payload(payload, header.num_bytes, f"{self._name}, {what}")
+        check_payload(payload, header.num_bytes, f"{self._name}, {what}", self.device)
         self._last = header
         started = time.monotonic()
         try:
@@ -93,9 +100,9 @@ class GlooSendLane(_Lane):
         pair.limit(max(until - time.monotonic(), 0.0) + CLOSE_GRACE_S)
         acknowledged = pair.post_receive(ack, ACK_TAG)
         sent = [
-            pair.post_broadcast(_tensor(encode_header(header)), SENDER),
-            pair.post_send(payload, PAYLOAD_TAG),
-            pair.post_send(_tensor(header.seq.to_bytes(TRAILER_BYTES, "little")), TRAILER_TAG),
+            pair.post_broadcast(as_bytes(encode_header(header)), SENDER),
+            pair.post_send(self._in_group(payload), PAYLOAD_TAG),
+            pair.post_send(as_bytes(header.seq.to_bytes(TRAILER_BYTES, "little")), TRAILER_TAG),
         ]
         wait(acknowledged, until)
         raw = ack.numpy().tobytes()
@@ -103,6 +110,10 @@ class GlooSendLane(_Lane):
             for work in sent:
                 wait(work, until)
         return raw
+
+    def _in_group(self, payload: torch.Tensor) -> torch.Tensor:
+        """What goes through the group in the payload's place: the payload, unless bytes go another way."""
+        return payload
 
     def _judge(self, pair: GlooPair, ack: bytes, what: str) -> None:
         status = ack[0]
@@ -124,7 +135,7 @@ class GlooSendLane(_Lane):
             with suppress(PairTimeout, PairBroken):
                 header = encode_header(_closing(self._last))
                 pair.limit(CLOSE_GRACE_S)
-                wait(pair.post_broadcast(_tensor(header), SENDER), time.monotonic() + CLOSE_GRACE_S)
+                wait(pair.post_broadcast(as_bytes(header), SENDER), time.monotonic() + CLOSE_GRACE_S)
         pair.close()
 
 
@@ -175,29 +186,34 @@ class GlooReceiveLane(_Lane):
     def receive_payload(self, header: PieceHeader, into: torch.Tensor, deadline_s: float) -> None:
         pair = self._usable()
         what = self._identify(header)
-        check_payload(into, header.num_bytes, f"{self._name}, {what}")
+        check_payload(into, header.num_bytes, f"{self._name}, {what}", self.device)
         view = into[: header.num_bytes]
-        trailer = torch.empty(TRAILER_BYTES, dtype=torch.uint8)
         started = time.monotonic()
         try:
-            works = [pair.post_receive(view, PAYLOAD_TAG), pair.post_receive(trailer, TRAILER_TAG)]
-            for work in reversed(works):  # the trailer first: gloo_pair says why
-                wait(work, started + deadline_s)
+            seq = self._take(pair, view, started + deadline_s)
         except (PairTimeout, PairBroken) as error:
             raise self._fail(error, f"waited for the bytes of {what}", deadline_s) from error
         finally:
             self.counters.wait_s += time.monotonic() - started
         self._unread = False
-        self._verify(header, view, int.from_bytes(trailer.numpy().tobytes(), "little"), what)
+        self._verify(header, view, seq, what)
         self.counters.pieces += 1
         self.counters.payload_bytes += header.num_bytes
         self.counters.header_bytes += HEADER_BYTES + TRAILER_BYTES
+
+    def _take(self, pair: GlooPair, into: torch.Tensor, until: float) -> int:
+        """Fills `into` and returns the sequence number in the trailer. PairTimeout, PairBroken."""
+        trailer = torch.empty(TRAILER_BYTES, dtype=torch.uint8)
+        works = [pair.post_receive(into, PAYLOAD_TAG), pair.post_receive(trailer, TRAILER_TAG)]
+        for work in reversed(works):  # the trailer first: gloo_pair says why
+            wait(work, until)
+        return int.from_bytes(trailer.numpy().tobytes(), "little")
 
     def _verify(self, header: PieceHeader, view: torch.Tensor, seq: int, what: str) -> None:
         if seq != header.seq:
             self._broken = f"{what} ended with the trailer of piece {seq}"
             raise LaneError(f"{self._name}: {self._broken}")
-        found = checksum(view)
+        found = self._hash(view)
         if found != header.checksum:
             raise LaneError(
                 f"{self._name}: {what}: checksum {found:016x} of {header.num_bytes} bytes, sent {header.checksum:016x}"
@@ -212,7 +228,7 @@ class GlooReceiveLane(_Lane):
         try:
             if status != _REFUSED_UNREAD:
                 self._ask()
-            wait(pair.post_send(_tensor(raw), ACK_TAG), time.monotonic() + CLOSE_GRACE_S)
+            wait(pair.post_send(as_bytes(raw), ACK_TAG), time.monotonic() + CLOSE_GRACE_S)
         except (PairTimeout, PairBroken) as failure:
             raise self._fail(failure, f"acknowledged piece {header.seq}", CLOSE_GRACE_S) from failure
         if status == _REFUSED_UNREAD:
@@ -231,7 +247,8 @@ class GlooReceiveLane(_Lane):
             pair.close()
 
 
-def _tensor(raw: bytes) -> torch.Tensor:
+def as_bytes(raw: bytes) -> torch.Tensor:
+    """A CPU tensor over a copy of these bytes."""
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 

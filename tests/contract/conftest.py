@@ -13,7 +13,7 @@ from tests.contract.lanes import TRANSPORTS, Link
 from tests.contract.logs import RUN
 
 
-@pytest.fixture(params=sorted(TRANSPORTS))
+@pytest.fixture(params=TRANSPORTS)
 def link(request: pytest.FixtureRequest) -> Iterator[Link]:
     link = Link(request.param)
     yield link

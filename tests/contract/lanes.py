@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,28 +12,62 @@ import torch
 
 from megastream.protocol.header import PieceHeader
 from megastream.protocol.lane import LaneAddress
+from megastream.transport import lanes
 from megastream.transport.checksum import checksum
-from tests.helpers.forked import forked
+from tests.helpers.forked import PRELOAD, WITHOUT_CUDA, forked
+from tests.helpers.ranks import SHARED_GPU
 
-TRANSPORTS = {"gloo": "megastream.transport.gloo"}
-RECEIVERS = {"gloo": "GlooReceiver"}
+HAS_GPU = torch.cuda.is_available()
+TRANSPORTS = ("gloo", "ipc", "nccl") if HAS_GPU else ("gloo",)
+"""Those that this machine has; tools/gpu_check.sh runs these tests where there is a GPU."""
 HOST = "127.0.0.1"
 SLOT = 1 << 20
 
-processes = forked()
+processes = forked(WITHOUT_CUDA if HAS_GPU else PRELOAD)
+
+
+def device_of(transport: str, index: int) -> torch.device:
+    """Where this end's payloads lie. With one GPU both ends share it."""
+    if transport == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", index % torch.cuda.device_count())
 
 
 def connect(transport: str, address: LaneAddress, deadline_s: float = 10.0) -> Any:
-    return importlib.import_module(TRANSPORTS[transport]).connect(address, deadline_s)
+    _say_host(transport, "sender")
+    return lanes.connect(address, deadline_s, device_of(transport, 1))
 
 
 def receiver(transport: str) -> Any:
-    return getattr(importlib.import_module(TRANSPORTS[transport]), RECEIVERS[transport])(HOST)
+    _say_host(transport, "receiver")
+    return lanes.Receiver(HOST, transport, device_of(transport, 0))  # type: ignore[arg-type]
 
 
-def content(seq: int, num_bytes: int) -> torch.Tensor:
-    """Bytes that tell pieces and positions apart."""
-    return ((torch.arange(num_bytes) * 31 + (torch.arange(num_bytes) >> 8) + seq * 7) % 251).to(torch.uint8)
+def _say_host(transport: str, name: str) -> None:
+    """NCCL takes two ranks on one GPU only when they seem to be on different hosts. It shall listen here alone."""
+    if transport != "nccl":
+        return
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    if torch.cuda.device_count() < 2:
+        os.environ.update(SHARED_GPU, NCCL_HOSTID=f"{name}-{os.getpid()}")
+
+
+def content(seq: int, num_bytes: int, lane: Any = None) -> torch.Tensor:
+    """Bytes that tell pieces and positions apart; where the lane wants them."""
+    made = ((torch.arange(num_bytes) * 31 + (torch.arange(num_bytes) >> 8) + seq * 7) % 251).to(torch.uint8)
+    return ready(made if lane is None else made.to(lane.device))
+
+
+def room(lane: Any, num_bytes: int, value: int = 255) -> torch.Tensor:
+    """Where a lane may write."""
+    return ready(torch.full((num_bytes,), value, dtype=torch.uint8, device=lane.device))
+
+
+def ready(tensor: torch.Tensor) -> torch.Tensor:
+    """A lane takes memory whose bytes are there."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return tensor
 
 
 def header(seq: int, payload: torch.Tensor, **changes: Any) -> PieceHeader:
@@ -50,7 +84,7 @@ def header(seq: int, payload: torch.Tensor, **changes: Any) -> PieceHeader:
         target=1,
         seq=seq,
         num_bytes=payload.numel(),
-        checksum=checksum(payload.contiguous()) if payload.numel() else 0,
+        checksum=checksum(payload.contiguous()) if payload.numel() and "checksum" not in changes else 0,
     )
     return PieceHeader(**{**fields, **changes})
 
@@ -78,10 +112,10 @@ def receive(lane: Any, deadline_s: float = 10.0) -> tuple[PieceHeader, torch.Ten
     """The next piece, acknowledged."""
     got = lane.receive_header(deadline_s)
     assert got is not None
-    into = torch.full((got.num_bytes,), 255, dtype=torch.uint8)
+    into = room(lane, got.num_bytes)
     lane.receive_payload(got, into, deadline_s)
     lane.acknowledge(got)
-    return got, into
+    return got, into.cpu()
 
 
 def start_sender(transport: str, address: LaneAddress, script: Callable[..., Any], *args: Any) -> Sender:
@@ -105,7 +139,7 @@ def _sender(transport: str, address: LaneAddress, script: Callable[..., Any], pi
 
 def send_sizes(lane: Any, pipe: Any, sizes: list[int]) -> dict[str, int]:
     for seq, size in enumerate(sizes):
-        payload = content(seq, size)
+        payload = content(seq, size, lane)
         lane.send(header(seq, payload), payload, 10.0)
     counters = lane.counters
     return {"pieces": counters.pieces, "payload": counters.payload_bytes, "header": counters.header_bytes}

@@ -14,12 +14,15 @@ import torch.distributed as dist
 
 from megastream.protocol.lane import LaneAddress, LaneError
 from tests.contract.lanes import (
+    HAS_GPU,
     SLOT,
     Link,
     connect,
     content,
     header,
+    ready,
     receive,
+    room,
     say_and_sleep,
     send_sizes,
 )
@@ -40,9 +43,9 @@ def test_values_order_and_sizes(link: Link) -> None:
 
 
 def send_from_one_buffer(lane: Any, pipe: Any, count: int) -> None:
-    buffer = torch.empty(SLOT, dtype=torch.uint8)
+    buffer = room(lane, SLOT)
     for seq in range(count):
-        buffer.copy_(content(seq, SLOT))
+        ready(buffer.copy_(content(seq, SLOT)))
         lane.send(header(seq, buffer), buffer, 10.0)
         buffer.fill_(0)  # at once: the bytes must be on the other side by now
 
@@ -58,15 +61,16 @@ def test_the_senders_buffer_is_free_after_send(link: Link) -> None:
 def test_only_the_piece_is_written(link: Link) -> None:
     lane, _ = link.open(send_sizes, [1000])
     got = lane.receive_header(5.0)
-    slot = torch.full((4096,), 255, dtype=torch.uint8)
+    slot = room(lane, 4096)
     lane.receive_payload(got, slot, 5.0)
     lane.acknowledge(got)
+    slot = slot.cpu()
     assert torch.equal(slot[:1000], content(0, 1000))
     assert bool((slot[1000:] == 255).all())
 
 
 def send_odd_tensors(lane: Any, pipe: Any) -> list[str]:
-    base = content(0, 4096)
+    base = content(0, 4096, lane)
     odd = {
         "transposed": base.view(64, 64).t(),
         "strided": base[::2],
@@ -102,7 +106,7 @@ def test_a_payload_that_is_not_flat_bytes_is_refused_by_name(link: Link) -> None
 
 
 def send_timed(lane: Any, pipe: Any, count: int) -> list[float]:
-    payload = content(0, SLOT)
+    payload = content(0, SLOT, lane)
     times = []
     for seq in range(count):
         started = time.monotonic()
@@ -120,9 +124,10 @@ def test_a_slow_receiver_blocks_the_sender_and_loses_nothing(link: Link) -> None
 
 
 def send_corrupt(lane: Any, pipe: Any) -> str:
-    payload = content(0, SLOT)
+    payload = content(0, SLOT, lane)
     wrong = header(0, payload)
     payload[SLOT // 2] ^= 1
+    ready(payload)
     try:
         lane.send(wrong, payload, 10.0)
     except LaneError as error:
@@ -134,14 +139,14 @@ def test_one_flipped_bit_is_detected_and_told_to_both_ends(link: Link) -> None:
     lane, sender = link.open(send_corrupt)
     got = lane.receive_header(5.0)
     with pytest.raises(LaneError, match=r"s0\.l3\.e0:8.*checksum") as caught:
-        lane.receive_payload(got, torch.empty(SLOT, dtype=torch.uint8), 5.0)
+        lane.receive_payload(got, room(lane, SLOT), 5.0)
     lane.acknowledge(got, str(caught.value))
     said = sender.result()
     assert said.startswith("LaneError") and "was refused" in said and "checksum" in said
 
 
 def send_twice(lane: Any, pipe: Any) -> list[str]:
-    payload = content(0, SLOT)
+    payload = content(0, SLOT, lane)
     said = []
     for seq in range(2):
         try:
@@ -157,7 +162,7 @@ def test_a_refusal_reaches_the_sender(link: Link, read_first: bool) -> None:
     lane, sender = link.open(send_twice)
     got = lane.receive_header(5.0)
     if read_first:
-        lane.receive_payload(got, torch.empty(SLOT, dtype=torch.uint8), 5.0)
+        lane.receive_payload(got, room(lane, SLOT), 5.0)
     lane.acknowledge(got, "attachment a1 has ended")
     if read_first:
         assert receive(lane)[0].seq == 1
@@ -231,3 +236,15 @@ def is_socket(fd: str) -> bool:
         return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
     except OSError:
         return False
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+def test_auto_between_processes_of_one_host_reads_the_trainer_s_memory() -> None:
+    link = Link("auto")
+    try:
+        lane, sender = link.open(send_sizes, [SLOT])
+        assert type(lane).__name__ == "IpcReceiveLane" and link.receiver.address(3).transport == "auto"
+        assert torch.equal(receive(lane)[1], content(0, SLOT))
+        assert sender.result()["pieces"] == 1
+    finally:
+        link.close()

@@ -163,7 +163,8 @@ def test_engine_settings_can_be_given() -> None:
 
     assert read({}) == EngineSettings()
     assert read({"commit_s": 7, "staging_sets": 1}) == EngineSettings(commit_s=7, staging_sets=1)
-    assert read({}, pin_memory=True).pin_memory and not read({"pin_memory": False}, pin_memory=True).pin_memory
+    assert read({}, device="cuda:0").pin_memory and not read({"pin_memory": False}, device="cuda:0").pin_memory
+    assert read({}, device="cuda:0").staging_device == "cpu", "gloo lanes end in host memory"
     for wrong, named in (
         ({"comit_s": 7}, "megastream.settings.comit_s .*nearest known key is commit_s"),
         ({"commit_s": 0}, "commit_s must be above 0"),
@@ -171,6 +172,7 @@ def test_engine_settings_can_be_given() -> None:
         ({"commit_s": "7"}, "commit_s must be a number"),
         ({"staging_sets": 1.5}, "staging_sets must be a number"),
         ({"pin_memory": 1}, "pin_memory must be true or false"),
+        ({"staging_device": "gpu"}, "staging_device is 'gpu'; give cpu, or a GPU"),
         ([], "must be an object"),
     ):
         with pytest.raises(ValueError, match=named):

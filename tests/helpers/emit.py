@@ -13,6 +13,7 @@ from megastream.plan.types import Copy, Piece, Plan
 from megastream.protocol.header import HEADER_BYTES, PieceHeader
 from megastream.protocol.lane import LaneCounters, LaneError
 from megastream.trainer.emit import Emitter
+from megastream.transport.checksum import checksum
 
 RANK = 3
 
@@ -22,6 +23,9 @@ class FakeLane:
 
     `short`: bytes of each piece that never left, by the lane's own count.
     """
+
+    device = "cpu"
+    checksum = staticmethod(checksum)
 
     def __init__(self, *, open_gate: bool = True, fail_at: int | None = None, short: int = 0) -> None:
         self.counters, self.sent, self.closed, self.fail_at = LaneCounters(), [], 0, fail_at

@@ -10,10 +10,12 @@ import multiprocessing
 from multiprocessing.context import ForkServerContext
 
 PRELOAD = ["torch", "torch.distributed", "megastream.trainer.compat", "megatron.core.models.gpt", "safetensors.torch"]
+WITHOUT_CUDA = ["torch", "torch.distributed", "msgspec", "xxhash"]
+"""Megatron touches CUDA; what is forked from a process that did cannot use it. For tests that run apart on a GPU."""
 
 
-def forked() -> ForkServerContext:
+def forked(preload: list[str] = PRELOAD) -> ForkServerContext:
     """The context whose processes are forked from that server."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(preload)
     return context

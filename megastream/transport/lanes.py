@@ -1,0 +1,175 @@
+"""Lanes of whichever transport: both ends meet over gloo, say what they have, and the engine's end decides."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from megastream.protocol.lane import LaneAddress, LaneError, LaneTimeout, ReceiveLane, SendLane
+from megastream.transport import gloo, nccl_library
+from megastream.transport.choice import WANTED, Side, Wanted, choose
+from megastream.transport.cuda_driver import Driver, DriverError
+from megastream.transport.gloo_lane import GlooReceiveLane, GlooSendLane, as_bytes
+from megastream.transport.gloo_pair import RECEIVER, SENDER, GlooPair, PairBroken, PairTimeout, wait
+from megastream.transport.ipc import IpcReceiveLane, IpcSendLane
+from megastream.transport.nccl import NcclReceiveLane, NcclSendLane
+from megastream.transport.nccl_library import NcclComm, NcclError
+
+logger = logging.getLogger(__name__)
+
+_HELLO_BYTES, _HELLO_TAG = 2048, 5
+_PROBE_BYTES = 512
+Said = TypeVar("Said")
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's answer to a trainer's `Side`. `refused` says why there is no lane."""
+
+    transport: str = ""
+    why: str = ""
+    nccl_id: bytes = b""
+    refused: str = ""
+
+
+class Receiver(gloo.GlooReceiver):
+    """Accepts the lanes of one engine rank over `transport`; `device` is where its weights are.
+
+    `say` is told of every lane which way it goes, and why. ValueError for a transport that this rank can never have.
+    """
+
+    def __init__(
+        self, host: str, transport: Wanted, device: torch.device, say: Callable[[str], None] = logger.info
+    ) -> None:
+        if transport in ("nccl", "ipc") and device.type != "cuda":
+            raise ValueError(f"transport {transport} needs an engine on a GPU, and this one is on {device}; use gloo")
+        super().__init__(host)
+        self.transport, self._device, self._tell = transport, with_index(device), say
+
+    def _lane(self, pair: GlooPair, name: str, until: float) -> Any:
+        if self.transport == "gloo":
+            return GlooReceiveLane(pair, name)
+        try:
+            return self._agree(pair, name, until)
+        except (PairTimeout, PairBroken, LaneError):
+            pair.close()
+            raise
+
+    def _agree(self, pair: GlooPair, name: str, until: float) -> ReceiveLane:
+        trainer = _hear(pair, Side, until)
+        engine = describe(self._device, tried=trainer)
+        try:
+            transport, why = choose(self.transport, trainer, engine)  # type: ignore[arg-type]
+        except ValueError as error:
+            _say(pair, Verdict(refused=str(error)), until)
+            raise LaneError(f"{name}: {error}") from error
+        identity = nccl_library.unique_id() if transport == "nccl" else b""
+        _say(pair, Verdict(transport=transport, why=why, nccl_id=identity), until)
+        self._tell(f"{name} goes over {transport} ({why})")
+        if transport == "ipc":
+            return IpcReceiveLane(pair, name, self._device)
+        if transport == "nccl":
+            comm, watch = _join(pair, identity, RECEIVER, self._device, name, until)
+            return NcclReceiveLane(pair, name, self._device, comm, watch)
+        return GlooReceiveLane(pair, name)
+
+
+def connect(address: LaneAddress, deadline_s: float, device: torch.device) -> SendLane:
+    """The sender's end of the lane that `address` names, for weights on `device`. Once per address; blocks.
+
+    LaneError names what stands against the transport that the engine was told to use.
+    """
+    name, until = gloo.name_of(address), time.monotonic() + deadline_s
+    if address.transport not in WANTED:
+        raise LaneError(f"{name}: the address is for transport {address.transport}; known are {', '.join(WANTED)}")
+    if address.transport == "gloo":
+        return gloo.connect(address, deadline_s)
+    pair = gloo.meet(address, deadline_s)
+    try:
+        return _agree(pair, name, with_index(device), until)
+    except PairTimeout as error:
+        pair.close()
+        raise LaneTimeout(f"{name}: not agreed on within {deadline_s:.1f} s") from error
+    except PairBroken as error:
+        pair.close()
+        raise LaneError(f"{name}: cannot connect: {error}") from error
+    except LaneError:
+        pair.close()
+        raise
+
+
+def _agree(pair: GlooPair, name: str, device: torch.device, until: float) -> SendLane:
+    probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device) if device.type == "cuda" else None
+    _say(pair, describe(device, probe=probe), until)
+    verdict = _hear(pair, Verdict, until)
+    if verdict.refused:
+        raise LaneError(f"{name}: {verdict.refused}")
+    logger.info("%s goes over %s (%s)", name, verdict.transport, verdict.why)
+    if verdict.transport == "ipc":
+        return IpcSendLane(pair, name, device)
+    if verdict.transport == "nccl":
+        comm, watch = _join(pair, verdict.nccl_id, SENDER, device, name, until)
+        return NcclSendLane(pair, name, device, comm, watch)
+    return GlooSendLane(pair, name)
+
+
+def describe(device: torch.device, *, probe: torch.Tensor | None = None, tried: Side | None = None) -> Side:
+    """This process as one end of a lane. A trainer exports `probe`, an engine opens the one of the trainer `tried`."""
+    own = Side(host=Path("/proc/sys/kernel/random/boot_id").read_text().strip(), pid=os.getpid())
+    if device.type != "cuda":
+        return own
+    own = msgspec.structs.replace(
+        own,
+        gpu=str(torch.cuda.get_device_properties(device).uuid),
+        nccl=nccl_library.version(),
+        nccl_host=os.environ.get("NCCL_HOSTID", ""),
+    )
+    driver = Driver(device.index)
+    try:
+        if probe is not None:
+            return msgspec.structs.replace(own, handle=driver.export(probe.data_ptr())[0])
+        if tried is not None and tried.handle and (tried.host, tried.pid) != (own.host, own.pid):
+            driver.forget(driver.open(tried.handle))
+    except DriverError as error:
+        return msgspec.structs.replace(own, unshared=f"the trainer's GPU memory cannot be shared: {error}")
+    finally:
+        driver.close()
+    return own
+
+
+def with_index(device: torch.device) -> torch.device:
+    """`cuda:0` for `cuda`."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _join(
+    pair: GlooPair, identity: bytes, rank: int, device: torch.device, name: str, until: float
+) -> tuple[NcclComm, GlooPair]:
+    watch = pair.twin(max(until - time.monotonic(), 0.1))
+    try:
+        return NcclComm(identity, rank, device, until), watch
+    except NcclError as error:
+        watch.close()
+        raise LaneError(f"{name}: no NCCL communicator: {error}") from error
+
+
+def _say(pair: GlooPair, word: msgspec.Struct, until: float) -> None:
+    raw = msgspec.json.encode(word)
+    wait(pair.post_send(as_bytes(raw.ljust(_HELLO_BYTES)), _HELLO_TAG), until)
+
+
+def _hear(pair: GlooPair, kind: type[Said], until: float) -> Said:
+    raw = torch.empty(_HELLO_BYTES, dtype=torch.uint8)
+    wait(pair.post_receive(raw, _HELLO_TAG), until)
+    try:
+        return msgspec.json.decode(raw.numpy().tobytes().rstrip(), type=kind)
+    except msgspec.DecodeError as error:
+        raise PairBroken(f"the other end said what is no {kind.__name__}: {error}") from error
