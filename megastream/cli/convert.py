@@ -91,7 +91,7 @@ def verify_command(
 def _one_line(command: str) -> Iterator[None]:
     try:
         yield
-    except ConvertError as error:
+    except (ConvertError, OSError) as error:
         typer.echo(f"megastream {command}: {error}", err=True)
         raise typer.Exit(2) from None
 

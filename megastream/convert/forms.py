@@ -6,9 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megastream.convert import torch_dist
 from megastream.convert.hf import INDEX, plan_hf, read_hf
 from megastream.convert.model import Model
+from megastream.convert.mp_rank import plan_mp_rank, read_mp_rank
+from megastream.convert.sharded_state import FILE, plan_sharded_state, read_sharded_state
+from megastream.convert.torch_dist import read_torch_dist
+from megastream.convert.torch_dist_write import plan_torch_dist
 from megastream.convert.types import ConvertError, Form, Holding, Target
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+"""In the root of Megatron's checkpoints: the number of the newest one."""
+_CURRENT = "CURRENT"
+"""In the root of a `megastream train`: the name of the newest one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +33,54 @@ class Options:
     memory_bytes: int = 2 << 30
 
 
-def find_form(folder: Path) -> Form:
-    """The form of a folder. ConvertError when it is none that is known."""
+def find_form(folder: Path) -> tuple[Form, Path]:
+    """The form of a folder, and the folder of the files: in the root of a training's checkpoints, the newest one.
+
+    ConvertError when it is none that is known.
+    """
     if not folder.is_dir():
         raise ConvertError(f"{folder} is no folder; name the folder of the weights")
-    if (folder / INDEX).is_file() or any(folder.glob("*.safetensors")):
-        return "hf"
-    raise ConvertError(f"{folder} holds no weights in a form that is known")
+    if (folder / _TRACKER).is_file():
+        step = (folder / _TRACKER).read_text().strip()
+        folder = folder / (f"iter_{int(step):07}" if step.isdigit() else step)
+    elif (folder / _CURRENT).is_file():
+        folder = folder / (folder / _CURRENT).read_text().strip()
+    if (folder / torch_dist.INDEX).is_file():
+        return "torch_dist", folder
+    if any(folder.glob("mp_rank_*")):
+        return "mp_rank", folder
+    names = [path.name for path in folder.glob("*.safetensors")]
+    if any(FILE.fullmatch(name) for name in names) and not (folder / INDEX).is_file():
+        return "sharded_state", folder
+    if names or (folder / INDEX).is_file():
+        return "hf", folder
+    raise ConvertError(
+        f"{folder} holds no weights in a form that is known: *.safetensors, {torch_dist.INDEX} of torch_dist, mp_rank_*"
+    )
 
 
 def read_form(folder: Path, model: Model, layout: str | None) -> Holding:
-    """Where all weights of a folder lie."""
-    find_form(folder)
-    return read_hf(folder, model)
+    """Where all weights of a folder lie. `layout` is for forms of ranks, where the files do not say it."""
+    form, folder = find_form(folder)
+    if form == "mp_rank":
+        return read_mp_rank(folder, model, layout)
+    if form == "sharded_state":
+        return read_sharded_state(folder, model, layout)
+    if layout is not None:
+        raise ConvertError(f"{folder} is {form}, which has no layout; leave {layout!r} out")
+    return read_torch_dist(folder, model) if form == "torch_dist" else read_hf(folder, model)
 
 
 def plan_target(folder: Path, model: Model, dtypes: Mapping[str, str], options: Options) -> Target:
     """What is written for a model whose tensors have these dtypes."""
-    return plan_hf(folder, model, dtypes, options.max_file_bytes)
+    most, layout = options.max_file_bytes, options.to_layout
+    if options.to in ("mp_rank", "sharded_state"):
+        if layout is None:
+            raise ConvertError(f'{options.to} has a file for each rank; say which with --to-layout, e.g. "tp2 ep2"')
+        if options.to == "mp_rank":
+            return plan_mp_rank(folder, model, dtypes, layout)
+        return plan_sharded_state(folder, model, dtypes, layout, most)
+    if layout is not None:
+        raise ConvertError(f"{options.to} has no layout; leave --to-layout out")
+    plan = plan_torch_dist if options.to == "torch_dist" else plan_hf
+    return plan(folder, model, dtypes, most)

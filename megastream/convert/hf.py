@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
 from megastream.convert.model import Model
-from megastream.convert.safetensors_file import Stored, layout_file, num_bytes, read_header
+from megastream.convert.safetensors_file import Stored, grouped, layout_file, num_bytes, read_header
 from megastream.convert.types import ConvertError, Extent, Holding, NewFile, Target
 from megastream.layout.box import Box
 from megastream.layout.pack import row_major_strides
@@ -24,7 +24,8 @@ def read_hf(folder: Path, model: Model) -> Holding:
     ConvertError names file and tensor of whatever is missing, stored twice, of another shape or not the model's.
     """
     found: dict[str, tuple[str, Stored]] = {}
-    for file, wanted in _files(folder).items():
+    files = _files(folder)
+    for file, wanted in files.items():
         stored = read_header(folder / file)
         if wanted is not None and wanted != stored.keys():
             odd = sorted(wanted ^ stored.keys())[0]
@@ -50,13 +51,14 @@ def read_hf(folder: Path, model: Model) -> Holding:
         folder=folder,
         layouts=tuple(_layout(rank, held, world_size=len(holders)) for rank, held in enumerate(holders)),
         extents={(int(name in again), name): Extent(file, entry.start) for name, (file, entry) in found.items()},
+        left_out=tuple(sorted({path.name for path in folder.glob("*.safetensors")} - files.keys())),
     )
 
 
 def plan_hf(folder: Path, model: Model, dtypes: Mapping[str, str], max_file_bytes: int) -> Target:
     """Files of at most `max_file_bytes` (one tensor at least), in the model's order, as transformers names them."""
     specs = [TensorSpec(spec.name, spec.shape, dtypes[spec.name]) for spec in model.tensors().values()]
-    groups = _groups(specs, max_file_bytes)
+    groups = grouped(specs, max_file_bytes)
     files: list[NewFile] = []
     extents: dict[tuple[int, str], Extent] = {}
     weight_map: dict[str, str] = {}
@@ -99,19 +101,6 @@ def _tied(model: Model, name: str, tensors: Mapping[str, TensorSpec]) -> str | N
     if not model.shape.tied or name != model.family.outer_names("engine", model.shape)["head"]:
         return None
     return next(tensor for tensor in tensors if model.family.place(tensor).kind == "embed")
-
-
-def _groups(specs: Iterable[TensorSpec], max_file_bytes: int) -> list[list[TensorSpec]]:
-    groups: list[list[TensorSpec]] = [[]]
-    room = max_file_bytes
-    for spec in specs:
-        size = num_bytes(spec)
-        if size > room and groups[-1]:
-            groups.append([])
-            room = max_file_bytes
-        groups[-1].append(spec)
-        room -= size
-    return groups
 
 
 def _layout(rank: int, held: Mapping[str, TensorSpec], *, world_size: int, side: Side = "trainer") -> RankLayout:

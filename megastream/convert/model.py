@@ -18,19 +18,24 @@ _MAX_SIDE_FILE_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Model:
-    """Family and shape, and the folder of the config.json that they come from."""
+    """Family and shape, and the config.json that they come from."""
 
     family: Family
     shape: ModelShape
-    folder: Path
+    config: Path
 
     def tensors(self) -> dict[str, TensorSpec]:
         """Every weight of the model under its Hugging Face name."""
         return {spec.name: spec for spec in self.family.tensors(self.shape)}
 
-    def side_files(self) -> list[Path]:
-        """config.json, tokenizer and the like: what a folder of weights needs beside them, whatever its form."""
-        return [path for path in sorted(self.folder.iterdir()) if _is_side_file(path)]
+    def side_files(self) -> dict[str, Path]:
+        """config.json, tokenizer and the like: what a folder of weights needs beside them, whatever its form.
+
+        A configuration of another name stands for itself alone: what lies beside it need not belong to it.
+        """
+        if self.config.name != CONFIG:
+            return {CONFIG: self.config}
+        return {path.name: path for path in sorted(self.config.parent.iterdir()) if _is_side_file(path)}
 
 
 def find_model(weights: Path, config: Path | None) -> Model:
@@ -48,7 +53,7 @@ def find_model(weights: Path, config: Path | None) -> Model:
         raise ConvertError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConvertError(f"{path}: {error}") from error
-    return Model(family_of(shape), shape, path.parent)
+    return Model(family_of(shape), shape, path)
 
 
 def _is_side_file(path: Path) -> bool:

@@ -10,13 +10,15 @@ from itertools import product
 from pathlib import Path
 
 from megastream.convert.complete import Difference, by_tensor, check_complete, check_replicas, first_difference
+from megastream.convert.contract import target_dtypes
 from megastream.convert.execute import MIN_MEMORY_BYTES, Job, Writer, jobs_of
 from megastream.convert.forms import Options, plan_target, read_form
 from megastream.convert.landing import Landing
 from megastream.convert.model import CONFIG, Model, find_model
 from megastream.convert.reading import Reader
 from megastream.convert.types import ConvertError, Form, Holding, Target
-from megastream.layout.shard import RankLayout, Side
+from megastream.layout.box import Box
+from megastream.layout.shard import RankLayout
 from megastream.plan.build import build_plan
 from megastream.plan.types import Plan
 
@@ -68,7 +70,7 @@ def convert(
     model = find_model(source, options.config)
     holding = read_form(source, model, options.from_layout)
     check_complete(holding, model)
-    new = plan_target(target, model, _dtypes(holding), options)
+    new = plan_target(target, model, target_dtypes(holding, model, options.to), options)
     order = {name: number for number, name in enumerate(model.tensors())}
     jobs = jobs_of(_plan(holding, new.holding, model), new.holding, order)
     landing = Landing(target, _identity(holding, new), overwrite=overwrite)
@@ -78,7 +80,8 @@ def convert(
             done = landing.open(new, resume=resume)
             with Writer(landing.files, reader, options.memory_bytes) as writer:
                 _write(writer, landing, jobs, done, on_bytes)
-        landing.publish((*((path.name, path.read_bytes()) for path in model.side_files()), *new.last))
+        beside = ((name, path.read_bytes()) for name, path in model.side_files().items())
+        landing.publish((*beside, *new.last))
     except OSError as error:
         raise _refusal(error, target) from error
     finally:
@@ -127,27 +130,12 @@ def _check_paths(source: Path, target: Path) -> None:
         raise ConvertError(f"{target} is a file; choose another target")
 
 
-def _dtypes(holding: Holding) -> dict[str, str]:
-    """Of every tensor, as it is stored. ConvertError when parts of one tensor have several."""
-    found: dict[str, str] = {}
-    for layout in holding.layouts:
-        dtypes = {spec.name: spec.dtype for spec in layout.buffers}
-        for shard in layout.shards:
-            dtype = dtypes[shard.buffer]
-            if found.setdefault(shard.tensor, dtype) != dtype:
-                raise ConvertError(
-                    f"{shard.tensor} is {dtype} in {holding.where(layout.rank, shard.buffer)} and "
-                    f"{found[shard.tensor]} elsewhere; take the files of one save"
-                )
-    return found
-
-
 def _plan(source: Holding, target: Holding, model: Model) -> Plan:
     """The same plan that a training has between its ranks and an engine's, here between files and files."""
     try:
         return build_plan(
-            _as(source.layouts, "trainer"),
-            _as(target.layouts, "engine"),
+            _once(source.layouts),
+            [replace(layout, side="engine") for layout in target.layouts],
             model.family,
             kind="convert",
             piece_bytes=_PIECE_BYTES,
@@ -158,8 +146,16 @@ def _plan(source: Holding, target: Holding, model: Model) -> Plan:
         raise ConvertError(f"{source.folder} cannot become {target.folder}: {error}") from error
 
 
-def _as(layouts: Sequence[RankLayout], side: Side) -> list[RankLayout]:
-    return [replace(layout, side=side) for layout in layouts]
+def _once(layouts: Sequence[RankLayout]) -> list[RankLayout]:
+    """The layouts of a source without what an earlier holder, or the same one, has already: copies are equal."""
+    seen: set[tuple[str, Box]] = set()
+    kept = []
+    for layout in layouts:
+        shards = {(shard.tensor, shard.box): shard for shard in reversed(layout.shards)}
+        new = tuple(shard for place, shard in shards.items() if place not in seen)
+        seen |= shards.keys()
+        kept.append(replace(layout, side="trainer", shards=new))
+    return kept
 
 
 def _identity(source: Holding, target: Target) -> str:

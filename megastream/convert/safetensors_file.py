@@ -75,6 +75,20 @@ def layout_file(name: str, specs: Iterable[TensorSpec]) -> tuple[NewFile, dict[s
     return NewFile(name, begin + at, ((0, len(text).to_bytes(8, "little") + text),)), starts
 
 
+def grouped(specs: Iterable[TensorSpec], max_file_bytes: int) -> list[list[TensorSpec]]:
+    """Files in the order of `specs`, none with more data than `max_file_bytes` unless it is one tensor."""
+    groups: list[list[TensorSpec]] = [[]]
+    room = max_file_bytes
+    for spec in specs:
+        size = num_bytes(spec)
+        if size > room and groups[-1]:
+            groups.append([])
+            room = max_file_bytes
+        groups[-1].append(spec)
+        room -= size
+    return groups
+
+
 def num_bytes(spec: TensorSpec) -> int:
     return prod(spec.shape) * _ITEM_BYTES[_CODES[spec.dtype]]
 

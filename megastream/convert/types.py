@@ -10,7 +10,7 @@ from typing import Literal
 from megastream.layout.shard import RankLayout
 
 Form = Literal["hf", "torch_dist", "mp_rank", "sharded_state"]
-FORMS: tuple[Form, ...] = ("hf",)
+FORMS: tuple[Form, ...] = ("hf", "torch_dist", "mp_rank", "sharded_state")
 
 
 class ConvertError(ValueError):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Protocol, TypeVar
 
@@ -65,7 +65,7 @@ def trainer_layouts(
     layouts = []
     for rank in range(mesh.world_size):
         coords = trainer_coords(mesh, rank)
-        names = _trainer_names(family, shape, mesh, coords)
+        names = trainer_names(family, shape, mesh, coords)
         params, buffers = _buckets(family, shape, names, coords, bucket_elements, vocab_multiple)
         layouts.append(
             trainer_rank_layout(
@@ -88,8 +88,8 @@ def engine_layouts(family: Names[ShapeT], shape: ShapeT, mesh: Mesh) -> tuple[Ra
     return tuple(_engine_layout(family, shape, mesh, rank) for rank in range(mesh.world_size))
 
 
-def _trainer_names(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, coords: dict[str, int]) -> list[str]:
-    """In registration order: embedding, layers, norm, head, each where it exists."""
+def trainer_names(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, coords: Mapping[str, int]) -> list[str]:
+    """Canonical names of a Megatron rank's parameters in registration order: embedding, layers, norm, head."""
     num_local = shape.num_experts // mesh.ep
     experts = range(coords["ep"] * num_local, (coords["ep"] + 1) * num_local)
     outer = family.outer_names("trainer", shape)
@@ -160,6 +160,16 @@ def _owned(buffers: Iterable[BufferSpec], coords: dict[str, int]) -> dict[str, t
 
 def _engine_layout(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, rank: int) -> RankLayout:
     coords = engine_coords(mesh, rank)
+    params, unused = engine_params(family, shape, mesh, coords)
+    return engine_rank_layout(
+        family, shape, rank=rank, world_size=mesh.world_size, coords=coords, params=params, unused=unused
+    )
+
+
+def engine_params(
+    family: Names[ShapeT], shape: ShapeT, mesh: Mesh, coords: Mapping[str, int]
+) -> tuple[list[EngineParam], list[str]]:
+    """All live parameters of the vLLM rank at `coords`, and the names of those that no step of it reads."""
     outer = family.outer_names("engine", shape)
     first, last = coords["pp"] == 0, coords["pp"] == mesh.pp - 1
     # A tied head is the embedding itself on a lone stage.
@@ -168,8 +178,7 @@ def _engine_layout(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, rank: int) 
     idle = {kind for kind in outer if not (first if kind == "embed" else last)}
     spares = family.engine_spares()
     outer = {kind: name for kind, name in outer.items() if kind not in idle or kind in spares}
-    unused = [name for kind, name in outer.items() if kind in idle]
-    experts = _local_experts(shape.num_experts, mesh.ep, coords["ep"])
+    experts = local_experts(shape.num_experts, mesh.ep, coords["ep"])
     padded = _round_up(_round_up(shape.vocab, VLLM_VOCAB_MULTIPLE), mesh.tp)
     layers = engine_stage_layers(mesh, shape.num_layers, coords["pp"])
     params = []
@@ -178,12 +187,10 @@ def _engine_layout(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, rank: int) 
         placed = place_engine_param(family, shape, name, coords, slots, padded)
         dtype = family.engine_entry(name, shape, None if slots is None else slots[0]).dtype
         params.append(EngineParam(name, placed.shape, dtype, slots))
-    return engine_rank_layout(
-        family, shape, rank=rank, world_size=mesh.world_size, coords=coords, params=params, unused=unused
-    )
+    return params, [name for kind, name in outer.items() if kind in idle]
 
 
-def _local_experts(num_experts: int, ep: int, rank: int) -> tuple[int, ...]:
+def local_experts(num_experts: int, ep: int, rank: int) -> tuple[int, ...]:
     """vLLM's linear placement: consecutive experts, remainder experts to the lowest ranks."""
     base, extra = divmod(num_experts, ep)
     start = rank * base + min(rank, extra)

@@ -36,6 +36,26 @@ def test_files_are_cut_anew_and_put_together_again(tmp_path: Path) -> None:
     assert difference(source, many) is None and difference(many, one) is None
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_transformers_reads_it(tmp_path: Path, family: str) -> None:
+    """Several files with their index, written from files of ranks: the same parameters, and the same logits in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    source = write_hf(tmp_path / "a", family, dtype=torch.float32)
+    ranks = converted(source, tmp_path / "ranks", "mp_rank", to_layout="tp2 etp1 ep2 pp2")
+    many = converted(ranks, tmp_path / "b", max_file_bytes=60_000)
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (source, many)]
+    stored = tensors_of(source)
+    assert stored["model.norm.weight"].equal(models[1].state_dict()["model.norm.weight"])
+    tokens = torch.arange(16).reshape(2, 8)
+    with torch.no_grad():
+        logits = [model(tokens).logits for model in models]
+    assert (logits[0] - logits[1]).abs().max() <= 1e-5 and logits[0].std() > 0.1
+    parameters = [dict(model.named_parameters()) for model in models]
+    assert all(parameters[0][name].equal(value) for name, value in parameters[1].items())
+
+
 def test_a_header_of_mixed_dtypes_is_that_of_safetensors(tmp_path: Path) -> None:
     types = {"b": torch.float32, "a": torch.bfloat16, "c": torch.float16, "d": torch.float32}
     tensors = {name: torch.arange(6).reshape(2, 3).to(dtype) for name, dtype in types.items()}
@@ -76,6 +96,14 @@ def test_casts_round_as_torch_does() -> None:
     ours = torch.from_numpy(dtypes.cast(values.numpy(), "float32", "bfloat16").view("int16")).view(torch.bfloat16)
     assert torch.equal(ours.isnan(), values.isnan())
     assert torch.equal(ours.nan_to_num(7.0).view(torch.int16), values.bfloat16().nan_to_num(7.0).view(torch.int16))
+
+
+def test_a_config_of_another_name_comes_alone(tmp_path: Path) -> None:
+    source = write_hf(tmp_path / "a", layers=2, experts=4)
+    (source / "config.json").rename(tmp_path / "tiny.json")
+    (tmp_path / "other.json").write_text("{}")
+    target = converted(source, tmp_path / "b", config=tmp_path / "tiny.json")
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_tied_weights_may_be_stored_twice_if_equal(tmp_path: Path) -> None:

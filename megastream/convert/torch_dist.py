@@ -1,0 +1,248 @@
+"""Megatron's distributed checkpoint (`torch_dist`): a tensor for each key, cut into boxes that lie in `.distcp` files.
+
+A key is a parameter as it would be without tensor parallelism, so the boxes need no layout. Keys come in two ways:
+with the layer and the expert in the name (`singleton_local_shards`), which is what we write, or as leading dims.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megastream.convert import inert_pickle
+from megastream.convert.inert_pickle import Opaque, TensorRef
+from megastream.convert.model import Model
+from megastream.convert.torch_file import open_file, read_torch_file
+from megastream.convert.types import ConvertError, Extent, Holding
+from megastream.layout.box import Box
+from megastream.layout.mesh import Mesh, trainer_coords
+from megastream.layout.rules import Placed
+from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
+from megastream.layout.trainer import place_trainer_param
+
+INDEX = ".metadata"
+BACKEND = "metadata.json"
+ONE_RANK = trainer_coords(Mesh(), 0)
+GATE, UP = "_w", "_v"
+"""Behind the key of a fused gate and up: its halves, each a tensor of its own."""
+
+_NO_WEIGHT = re.compile(r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state_machine|_extra_state")
+_NO_LAYER = re.compile(r"(?<=\.layers\.)(?!\d)")
+_EXPERTS = ".mlp.experts.experts."
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A stored box of a key."""
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    file: str
+    start: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.key}[{', '.join(f'{a}:{b}' for a, b in zip(self.box.lo, self.box.hi, strict=True))}]"
+
+
+class _Holders:
+    """Collects shards, one holder for each key of a parameter: megatron's specs name some parameters differently."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, list[str]] = {}
+        self.tensors: list[dict[str, TensorSpec]] = []
+        self.buffers: list[list[BufferSpec]] = []
+        self.shards: list[list[Shard]] = []
+
+    def holder(self, tensor: str, key: str) -> int:
+        """0 for the first key that holds the parameter with this tensor, 1 for the second."""
+        keys = self.keys.setdefault(tensor, [])
+        if key not in keys:
+            keys.append(key)
+        number = keys.index(key)
+        if number == len(self.shards):
+            self.tensors.append({})
+            self.buffers.append([])
+            self.shards.append([])
+        return number
+
+    def layouts(self) -> tuple[RankLayout, ...]:
+        parts = zip(self.tensors, self.buffers, self.shards, strict=True)
+        return tuple(
+            RankLayout(
+                side="trainer",
+                rank=rank,
+                world_size=len(self.shards),
+                coords={"pp": 0, "ep": 0},
+                tensors=tuple(tensors.values()),
+                buffers=tuple(buffers),
+                shards=tuple(shards),
+            )
+            for rank, (tensors, buffers, shards) in enumerate(parts)
+        )
+
+
+def read_torch_dist(folder: Path, model: Model) -> Holding:
+    """Where every weight of the checkpoint lies; optimizer state and the like are left out, by name.
+
+    ConvertError names the key and file that do not fit: unknown, of another shape, stored twice, cut off.
+    """
+    chunks, left_out = _index(folder)
+    holders, extents = _Holders(), {}
+    files: dict[str, BinaryIO] = {}
+    try:
+        for chunk in chunks:
+            if chunk.file not in files:
+                files[chunk.file] = open_file(folder / chunk.file)
+            where = f"{chunk.name} in {folder / chunk.file}"
+            stored = read_torch_file(files[chunk.file], chunk.start, chunk.length, where)
+            if not isinstance(stored.tree, TensorRef) or stored.tree.shape != chunk.box.shape:
+                raise ConvertError(f"{where} is not the tensor that {INDEX} says; save it again")
+            rank = _place(chunk, stored.tree, model, holders)
+            extents[rank, chunk.name] = Extent(chunk.file, stored.start(stored.tree, where))
+    finally:
+        for file in files.values():
+            file.close()
+    if not extents:
+        raise ConvertError(f"{folder} holds no weights; name the folder of one step of a training")
+    _check_stored_once(folder, holders)
+    return Holding("torch_dist", folder, holders.layouts(), extents, tuple(left_out))
+
+
+def _index(folder: Path) -> tuple[list[_Chunk], list[str]]:
+    """The boxes of all weights, and the keys of everything else."""
+    try:
+        metadata = inert_pickle.loads((folder / INDEX).read_bytes())
+        places = {
+            (str(index.fqn), _ints(index.offset)): info
+            for index, info in metadata.storage_data.items()
+            if getattr(index, "offset", None) is not None
+        }
+        described = dict(metadata.state_dict_metadata)
+        chunks, left_out = [], []
+        for key, entry in described.items():
+            if not _is_tensor(entry) or _NO_WEIGHT.search(key):
+                left_out.append(str(key))
+                continue
+            for part in entry.chunks:
+                low = _ints(part.offsets)
+                box = Box(low, tuple(a + n for a, n in zip(low, _ints(part.sizes), strict=True)))
+                info = places.get((str(key), low))
+                if info is None:
+                    raise ConvertError(f"{folder / INDEX} does not say where {key} from {low} is; save it again")
+                file = str(info.relative_path)
+                chunks.append(_Chunk(str(key), _ints(entry.size), box, file, int(info.offset), int(info.length)))
+    except OSError as error:
+        raise ConvertError(f"{folder / INDEX} cannot be read: {error.strerror}") from error
+    except inert_pickle.ERRORS as error:
+        if isinstance(error, ConvertError):
+            raise
+        raise ConvertError(
+            f"{folder / INDEX} is no index of a checkpoint, or damaged ({error}); save it again"
+        ) from error
+    return chunks, left_out
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, Opaque) and type(entry).__name__ == "TensorStorageMetadata"
+
+
+def _ints(numbers: Any) -> tuple[int, ...]:
+    return tuple(int(number) for number in numbers)
+
+
+def _place(chunk: _Chunk, ref: TensorRef, model: Model, holders: _Holders) -> int:
+    """Adds the shards of a box; returns its holder."""
+    parameter, ahead, half = _parameter(chunk, model)
+    shape, low = chunk.shape[ahead:], chunk.box.lo[ahead:]
+    placed = _placed(parameter, shape, model)
+    if half is not None:
+        shape = (2 * shape[0], *shape[1:])
+        low = (low[0] + half * placed.shape[0] // 2, *low[1:])
+    if shape != placed.shape:
+        raise ConvertError(f"{chunk.key} has shape {chunk.shape}; {parameter} of config.json has {placed.shape}")
+    window = Box(low, tuple(a + n for a, n in zip(low, chunk.box.shape[ahead:], strict=True)))
+    rank = holders.holder(placed.regions[0].tensor.name, chunk.key.removesuffix(GATE).removesuffix(UP))
+    strides = ref.strides[ahead:]
+    for region in placed.regions:
+        part = region.within(window)
+        if part is None:
+            continue
+        offset = sum((at - a) * step for at, a, step in zip(part.origin, low, strides, strict=True))
+        holders.tensors[rank][part.tensor.name] = part.tensor
+        steps = tuple(strides[dim] for dim in part.dims)
+        holders.shards[rank].append(Shard(part.tensor.name, part.box, rank, chunk.name, offset, steps))
+    span = 1 + sum((n - 1) * step for n, step in zip(ref.shape, ref.strides, strict=True))
+    holders.buffers[rank].append(BufferSpec(chunk.name, span, ref.storage.dtype))
+    return rank
+
+
+def _parameter(chunk: _Chunk, model: Model) -> tuple[str, int, int | None]:
+    """Canonical name of a key's parameter, its number of leading dims, and 0 or 1 for the halves of gate and up."""
+    name, leading = chunk.key, list(chunk.box.lo)
+    half = {GATE: 0, UP: 1}.get(name[-2:])
+    if half is not None:
+        name = name[:-2]
+    numbers = []
+    if _NO_LAYER.search(name):
+        numbers.append(leading.pop(0))
+        name = _NO_LAYER.sub(f"{numbers[0]}.", name, count=1)
+    if _EXPERTS in name:
+        head, _, tail = name.partition(_EXPERTS)
+        if not tail[:1].isdigit():
+            numbers.append(leading.pop(0))
+            tail = f"{numbers[-1]}.{tail}"
+        name = f"{head}.mlp.experts.local_experts.{tail}"
+    if chunk.box.shape[: len(numbers)] != (1,) * len(numbers):
+        raise ConvertError(f"{chunk.name} spans several layers or experts; they are saved one by one")
+    return name, len(numbers), half
+
+
+def _placed(parameter: str, shape: tuple[int, ...], model: Model) -> Placed:
+    try:
+        entry = model.family.trainer_entry(parameter, model.shape)
+        return place_trainer_param(entry, ONE_RANK, shape[0] if entry.rule == "vocab" else 0)
+    except ValueError as error:
+        raise ConvertError(str(error)) from error
+
+
+def _check_stored_once(folder: Path, holders: _Holders) -> None:
+    for rank, shards in enumerate(holders.shards):
+        stored: dict[str, int] = {}
+        for shard in shards:
+            stored[shard.tensor] = stored.get(shard.tensor, 0) + shard.box.volume
+        for name, num in stored.items():
+            if num > prod(holders.tensors[rank][name].shape):
+                raise ConvertError(f"{folder}: boxes of {name} overlap: {num} elements are stored; save it again")
+
+
+def parts_of(parameter: str, placed: Placed, rule: str) -> Iterator[tuple[str, Box]]:
+    """The keys that a parameter is written under, each with its box of the parameter.
+
+    Where megatron's specs (local, Transformer Engine) name a parameter differently, it is written under both names.
+    """
+    whole = Box.full(placed.shape)
+    for name in _spellings(parameter):
+        if rule != "gated":
+            yield name, whole
+            continue
+        rows = placed.shape[0] // 2
+        yield name + GATE, Box(whole.lo, (rows, *whole.hi[1:]))
+        yield name + UP, Box((rows, *whole.lo[1:]), whole.hi)
+
+
+def _spellings(parameter: str) -> list[str]:
+    key = parameter.replace(".mlp.experts.local_experts.", _EXPERTS)
+    for norm, fused in (
+        (".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"),
+        (".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"),
+    ):
+        if key.endswith(norm):
+            return [key, key.removesuffix(norm) + fused]
+    return [key]

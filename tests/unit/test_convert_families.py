@@ -1,0 +1,53 @@
+"""Every family, as soon as it has a table and a small model: through all forms and back to the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megastream.families import FAMILIES, family_of, load_shape
+from tests.helpers.convert_models import converted, difference, random_tensor, tensors_of
+from tests.helpers.family_models import FAMILY_MODELS
+
+FEW = ("deepseek_v3",)
+"""With the default tests; the two Qwens stand in other tests."""
+PARAMS = [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in sorted(FAMILIES)]
+
+
+def write_family(folder: Path, name: str) -> Path:
+    """Random bf16, and fp32 where the family's files are so."""
+    config = {**FAMILY_MODELS[name].config(name), "torch_dtype": "bfloat16"}
+    shape = load_shape(config)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    specs = family_of(shape).tensors(shape)
+    tensors = {spec.name: random_tensor(spec.name, spec.shape, getattr(torch, spec.dtype)) for spec in specs}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_all_forms_of_a_family(tmp_path: Path, name: str) -> None:
+    source = write_family(tmp_path / "hf", name)
+    parted = load_shape(source).num_experts > 0
+    trainer, engine = ("tp2 etp1 ep2 pp3", "tp2 ep2 pp2") if parted else ("tp2 pp3", "tp2 pp2")
+    ranks = converted(source, tmp_path / "ranks", "mp_rank", to_layout=trainer)
+    state = converted(ranks, tmp_path / "state", "sharded_state", to_layout=engine)
+    dist = converted(state, tmp_path / "dist", "torch_dist")
+    back = converted(dist, tmp_path / "back")
+    assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    for folder in (ranks, state, dist):
+        assert difference(folder, source) is None
+
+
+def test_what_a_side_keeps_in_fp32_is_fp32_there(tmp_path: Path) -> None:
+    source = write_family(tmp_path / "hf", "deepseek_v3")
+    state = converted(source, tmp_path / "state", "sharded_state", to_layout="tp1")
+    types = {name: tensor.dtype for name, tensor in tensors_of(state).items()}
+    wide = [name for name, dtype in types.items() if dtype == torch.float32]
+    assert wide and all("bias" in name for name in wide)
+    assert types["model.norm.weight"] == torch.bfloat16

@@ -1,0 +1,99 @@
+"""A conversion that is killed at any moment leaves the old target or none, and goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megastream.convert.safetensors_file import read_header
+from tests.helpers.convert_models import converted, difference, write_hf
+
+ROOT = Path(__file__).parents[2]
+SLOW = """
+import sys, time
+from pathlib import Path
+from megastream.convert import execute, run
+from megastream.convert.forms import Options
+
+run._BATCH_BYTES = 30_000
+real = execute._write_all
+
+def write_all(descriptor, data, start):  # so slow that a kill falls into the middle of something
+    half = len(data) // 2
+    real(descriptor, data[:half], start)
+    time.sleep(0.002)
+    real(descriptor, data[half:], start + half)
+
+execute._write_all = write_all
+source, target, to, layout, resume = sys.argv[1:]
+options = Options(to=to, to_layout=layout or None, max_file_bytes=60_000)
+run.convert(
+    Path(source),
+    Path(target),
+    options,
+    lambda done, total: print(done, flush=True),
+    overwrite=True,
+    resume=bool(resume),
+)
+"""
+
+
+def kill_and_resume(source: Path, target: Path, to: str, layout: str, kills: int) -> int:
+    """Starts, kills, resumes; returns how many kills fell into a run."""
+    numbers, resume, killed = random.Random(7), "", 0
+    for turn in range(kills + 1):
+        command = [sys.executable, "-c", SLOW, str(source), str(target), to, layout, resume]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+            assert process.stdout is not None and process.stderr is not None
+            begun = process.stdout.readline()
+            assert begun, process.stderr.read()
+            if turn < kills:
+                time.sleep(numbers.random() * 0.3)
+                os.kill(process.pid, signal.SIGKILL)
+            process.communicate(timeout=120)
+        if process.returncode == 0:
+            break
+        killed += 1
+        resume = "yes"
+        assert (target.with_name(f".{target.name}.converting") / "journal").exists()
+    return killed
+
+
+CASES = [
+    ("hf", "", 1),
+    pytest.param("hf", "", 12, marks=pytest.mark.full),
+    pytest.param("torch_dist", "", 8, marks=pytest.mark.full),
+    pytest.param("mp_rank", "tp2 etp1 ep2 pp2", 8, marks=pytest.mark.full),
+    pytest.param("sharded_state", "tp2 ep2 pp2", 8, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("to", "layout", "kills"), CASES)
+def test_killed_at_random_moments(tmp_path: Path, to: str, layout: str, kills: int) -> None:
+    source, target = write_hf(tmp_path / "a"), tmp_path / "b"
+    old = write_hf(target, layers=2, experts=4)
+    before = (old / "model.safetensors").read_bytes()
+    killed = kill_and_resume(source, target, to, layout, kills)
+    assert killed >= 1, "no kill fell into a conversion"
+    assert difference(source, target) is None
+    assert before and sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_what_was_there_stays_while_it_is_written(tmp_path: Path) -> None:
+    source, target = write_hf(tmp_path / "a"), write_hf(tmp_path / "b", layers=2, experts=4)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    command = [sys.executable, "-c", SLOW, str(source), str(target), "hf", "", ""]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert read_header(target / "model.safetensors")
+    assert difference(converted(source, target / ".." / "c"), source) is None
