@@ -42,8 +42,8 @@ def read_hf(folder: Path, model: Model) -> Holding:
         spec = tensors.get(name) or tensors.get(_tied(model, name, tensors) or "")
         if spec is None:
             raise ConvertError(f"{folder / file}: {name} is no tensor of this {model.family.name}; see its config.json")
-        if entry.shape != spec.shape:
-            raise ConvertError(f"{folder / file}: {name} has shape {entry.shape}, config.json says {spec.shape}")
+        if entry.shape != (expected := model.in_file(spec).shape):
+            raise ConvertError(f"{folder / file}: {name} has shape {entry.shape}, config.json says {expected}")
         (own if spec.name == name else again)[name] = TensorSpec(spec.name, spec.shape, entry.dtype)
     holders = [own, again] if again else [own]
     return Holding(
@@ -64,7 +64,7 @@ def plan_hf(folder: Path, model: Model, dtypes: Mapping[str, str], max_file_byte
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
-        file, starts = layout_file(name, group)
+        file, starts = layout_file(name, [model.in_file(spec) for spec in group])
         files.append(file)
         extents |= {(0, tensor): Extent(name, start) for tensor, start in starts.items()}
         weight_map |= dict.fromkeys(sorted(starts), name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megastream.convert.types import ConvertError
@@ -27,6 +27,10 @@ class Model:
     def tensors(self) -> dict[str, TensorSpec]:
         """Every weight of the model under its Hugging Face name."""
         return {spec.name: spec for spec in self.family.tensors(self.shape)}
+
+    def in_file(self, spec: TensorSpec) -> TensorSpec:
+        """The same elements in the shape that a Hugging Face file gives them; see `Family.file_shape`."""
+        return replace(spec, shape=self.family.file_shape(spec.name, self.shape))
 
     def side_files(self) -> dict[str, Path]:
         """config.json, tokenizer and the like: what a folder of weights needs beside them, whatever its form.

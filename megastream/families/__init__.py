@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megastream.families import deepseek_v3, glm4_moe, llama, mixtral, qwen2_moe, qwen3, qwen3_moe
+from megastream.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2_moe, qwen3, qwen3_moe
 from megastream.families.bounds import check_shape
 from megastream.families.family import Family
 from megastream.families.types import ModelShape, Place, Row, Source
@@ -16,6 +16,7 @@ __all__ = ["FAMILIES", "Family", "ModelShape", "Place", "Row", "Source", "family
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
     "llama": llama.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,

@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 from megastream.families.types import ModelShape, Place, Row, Source
 from megastream.layout.naming import Entry, Kind
 from megastream.layout.shard import TensorSpec
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 _FIELD = re.compile(r"\{(layer|expert)\}")
 
 
@@ -40,13 +41,27 @@ class Family:
     is_moe: Callable[[ModelShape, int], bool]
 
     def tensors(self, shape: ModelShape) -> tuple[TensorSpec, ...]:
-        """Every Hugging Face tensor of the model, each once, in the order of the table and of the layers."""
+        """Every Hugging Face tensor of the model, each once, in the order of the table and of the layers.
+
+        Where one dim of the file holds two things in turns (`Source.joined`), the shape here has a dim for each: the
+        same elements in the same order; see `file_shape`.
+        """
         sizes = self.sizes(shape)
         specs: dict[str, TensorSpec] = {}
         for row, layer, expert in self._walk(shape, range(shape.num_layers), range(shape.num_experts)):
             for spec in _specs(row, shape, sizes, layer, expert):
                 specs.setdefault(spec.name, spec)
         return tuple(specs.values())
+
+    def file_shape(self, name: str, shape: ModelShape) -> tuple[int, ...]:
+        """The shape of a Hugging Face tensor in its file: that of `tensors`, but for dims that are split there."""
+        sizes, pattern = self.sizes(shape), _NUMBER.sub("#", name)
+        for row in self.rows:
+            source = next((s for s in row.sources if _FIELD.sub("#", s.name) == pattern), None)
+            if source is not None and _exists(row, sizes):
+                dims = [sizes[dim] for dim in source.dims]
+                return (*dims[: -source.joined], prod(dims[-source.joined :]))
+        raise ValueError(f"Hugging Face tensor {name} is not in family {self.name} with this config.json")
 
     def num_experts(self, shape: ModelShape) -> int:
         """Routed experts of a layer, over all ranks."""
@@ -120,7 +135,7 @@ class Family:
         specs = _specs(match.row, shape, sizes, match.layer, expert)
         rule = match.row.trainer_rule if side == "trainer" else match.row.engine_rule
         dtype = "float32" if side in match.row.fp32 else shape.dtype
-        return Entry(match.row.kind, rule, specs, shape.head_dim, dtype)
+        return Entry(match.row.kind, rule, specs, shape.head_dim, dtype, expert or 0)
 
     def _match(self, index: dict[str, _Template], name: str, what: str) -> _Match:
         template = index.get(_NUMBER.sub("#", name))

@@ -56,15 +56,15 @@ def engine_row(layers: Layers, sources: tuple[Source, ...], engine: str, rule: s
     return layer_row(layers, sources, (), rule, engine=engine)
 
 
-def ends(*, spares: bool) -> tuple[Row, ...]:
-    """Embedding, final norm and head. `spares`: vLLM keeps all three on every pipeline stage, read or not."""
-    embed = Source("model.embed_tokens.weight", ("vocab", "hidden"))
+def ends(*, spares: bool, embed: str = "model.embed_tokens.weight") -> tuple[Row, ...]:
+    """Embedding (`embed`: vLLM's name), final norm and head. `spares`: vLLM has all three on every pipeline stage."""
+    table = Source("model.embed_tokens.weight", ("vocab", "hidden"))
     head = Source("lm_head.weight", ("vocab", "hidden"))
     norm = Source("model.norm.weight", ("hidden",))
     return (
-        _end("embed", embed, "embedding.word_embeddings.weight", "vocab", spares),
+        replace(_end("embed", table, "embedding.word_embeddings.weight", "vocab", spares), engine=embed),
         _end("norm", norm, "decoder.final_layernorm.weight", "same", spares),
-        _end("head", head, "output_layer.weight", "vocab", spares, tied_to=embed),
+        _end("head", head, "output_layer.weight", "vocab", spares, tied_to=table),
     )
 
 

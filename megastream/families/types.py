@@ -14,7 +14,10 @@ Layers = Literal["none", "every", "moe", "dense"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a Hugging Face tensor belongs: its kind, its global layer (None outside layers), its global expert."""
+    """Where a Hugging Face tensor belongs: its kind, its global layer (None outside layers), its global expert.
+
+    A tensor of kind `expert` without a number holds all experts of its layer, one at each index of dim 0.
+    """
 
     kind: Kind
     layer: int | None = None
@@ -44,11 +47,13 @@ class ModelShape:
 class Source:
     """A Hugging Face tensor: name with `{layer}` and `{expert}`, and its shape in names of the family's sizes.
 
-    A tensor with a dim of size 0 (biases that a config switches off) is not in the model, nor is its row.
+    A tensor with a dim of size 0 (biases that a config switches off) is not in the model, nor is its row. Its last
+    `joined` dims are one dim of the tensor in the file.
     """
 
     name: str
     dims: tuple[str, ...]
+    joined: int = 1
 
 
 @dataclass(frozen=True, slots=True)

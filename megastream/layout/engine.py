@@ -59,7 +59,7 @@ def engine_rank_layout(
         buffers[param.name] = BufferSpec(param.name, prod(param.shape), param.dtype)
         for region in placed.regions:
             tensors[region.tensor.name] = region.tensor
-            shards.append(region_shard(region, param.shape, rank=rank, buffer=param.name, base=0))
+            shards.append(region_shard(region, placed.grid, rank=rank, buffer=param.name, base=0))
     return RankLayout(
         side="engine",
         rank=rank,
@@ -118,7 +118,7 @@ def place_engine_param(
     if experts is None:
         raise ValueError(f"{name} stacks experts: the global expert of every slot is needed")
     entries = [family.engine_entry(name, shape, expert) for expert in experts]
-    fused = [Fused(entry.tensors, entry.head_dim) for entry in entries]
+    fused = [Fused(entry.tensors, entry.head_dim, expert=entry.expert) for entry in entries]
     return expert_stack(RULES[entries[0].rule], fused, _expert_cut(coords, len(set(experts)), family, shape))
 
 

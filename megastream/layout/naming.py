@@ -16,7 +16,8 @@ Shape_contra = TypeVar("Shape_contra", contravariant=True)
 class Entry:
     """What a parameter name stands for. `rule` is a key of RULES; expert entries are cut by the expert axis.
 
-    `dtype` is the parameter's on that side, as far as a config.json tells; who describes live parameters knows better.
+    `expert` is its global expert where the tensors hold all of them. `dtype` is the parameter's on that side, as far as
+    a config.json tells; who describes live parameters knows better.
     """
 
     kind: Kind
@@ -24,6 +25,7 @@ class Entry:
     tensors: tuple[TensorSpec, ...]
     head_dim: int
     dtype: str
+    expert: int = 0
 
 
 class Names(Protocol[Shape_contra]):

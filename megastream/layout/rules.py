@@ -37,13 +37,14 @@ class Cut:
 class Fused:
     """What one parameter is made of: the tensors in the rule's order, and sizes that shapes alone do not tell.
 
-    `padded_rows` counts the rows over all ranks of a parameter whose rows are padded (vocabulary) or may be replicated
-    (latent); 0: not known.
+    `expert` is the index in dim 0 of tensors that hold all experts. `padded_rows` counts the rows over all ranks of a
+    parameter whose rows are padded (vocabulary) or may be replicated (latent); 0: not known.
     """
 
     tensors: tuple[TensorSpec, ...]
     head_dim: int = 0
     padded_rows: int = 0
+    expert: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,19 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One rank's parameter: the shape it must have, and the regions that fill it (all of it, but for padded rows)."""
+    """One rank's parameter: the shape it must have, and the regions that fill it (all of it, but for padded rows).
+
+    `view` is what the regions' origins and dims count in, when it is not `shape`: the same elements in the same order,
+    with dims split, so that e.g. rows that alternate between two tensors are a dim of their own.
+    """
 
     shape: tuple[int, ...]
     regions: tuple[Region, ...]
+    view: tuple[int, ...] = ()
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return self.view or self.shape
 
 
 Rule = Callable[[Fused, Cut], Placed]
@@ -193,7 +203,63 @@ def expert_stack(rule: Rule, experts: Sequence[Fused], cut: Cut) -> Placed:
         for slot, placed in enumerate(slots)
         for region in placed.regions
     )
-    return Placed((len(slots), *slots[0].shape), regions)
+    return Placed((len(slots), *slots[0].shape), regions, (len(slots), *slots[0].grid))
+
+
+def stack_same(fused: Fused, cut: Cut) -> Placed:
+    """One expert of a tensor that holds all of them, whole on every rank."""
+    (tensor,) = fused.tensors
+    return _of_stack(fused, cut, None, tuple(range(len(tensor.shape))), tensor.shape[1:])
+
+
+def stack_first(fused: Fused, cut: Cut) -> Placed:
+    """The same, on the first rank of the cut; the others have zeros that nothing is ever written to.
+
+    vLLM's bias behind a row-parallel sum.
+    """
+    placed = stack_same(fused, cut)
+    return placed if cut.rank == 0 else Placed(placed.shape, ())
+
+
+def stack_row(fused: Fused, cut: Cut) -> Placed:
+    """One expert of a tensor [experts, in, out], transposed; its inputs are cut: a row-parallel [out, in]."""
+    (tensor,) = fused.tensors
+    _, num_in, num_out = tensor.shape
+    num = cut.divide(num_in, f"inputs of {tensor.name}")
+    return _of_stack(fused, cut, 1, (0, 2, 1), (num_out, num))
+
+
+def stack_gated(fused: Fused, cut: Cut) -> Placed:
+    """One expert of a tensor [experts, (in,) ffn, 2], whose last dim is gate or up: [gate_r; up_r], cut along ffn."""
+    tensor, num = _halves(fused, cut)
+    inputs = tensor.shape[1:-2]
+    dims = (0, 3, 2, 1) if inputs else (0, 2, 1)
+    return _of_stack(fused, cut, len(tensor.shape) - 2, dims, (2 * num, *inputs))
+
+
+def stack_interleaved(fused: Fused, cut: Cut) -> Placed:
+    """The same with rows of gate and up in turns, as the tensor has them: vLLM's for GPT-OSS."""
+    tensor, num = _halves(fused, cut)
+    inputs = tensor.shape[1:-2]
+    dims = (0, 3, 1, 2) if inputs else (0, 1, 2)
+    return _of_stack(fused, cut, len(tensor.shape) - 2, dims, (2 * num, *inputs))
+
+
+def _halves(fused: Fused, cut: Cut) -> tuple[TensorSpec, int]:
+    (tensor,) = fused.tensors
+    return tensor, cut.divide(tensor.shape[-2], f"gate and up of {tensor.name}")
+
+
+def _of_stack(fused: Fused, cut: Cut, cut_dim: int | None, dims: tuple[int, ...], shape: tuple[int, ...]) -> Placed:
+    """One expert as one region: tensor dim d becomes dim `dims[d]` of the view; `cut_dim` is cut evenly."""
+    (tensor,) = fused.tensors
+    lo, hi = [fused.expert] + [0] * (len(dims) - 1), [fused.expert + 1, *tensor.shape[1:]]
+    if cut_dim is not None:
+        num = tensor.shape[cut_dim] // cut.size
+        lo[cut_dim], hi[cut_dim] = cut.rank * num, (cut.rank + 1) * num
+    box = Box(tuple(lo), tuple(hi))
+    view = tuple(size for _, size in sorted(zip(dims, box.shape, strict=True)))
+    return Placed(shape, (Region(tensor, box, (0,) * len(dims), dims),), view)
 
 
 RULES: dict[str, Rule] = {
@@ -205,11 +271,16 @@ RULES: dict[str, Rule] = {
     "gated": gated,
     "grouped_qkv": grouped_qkv,
     "concat_qkv": concat_qkv,
+    "stack_same": stack_same,
+    "stack_first": stack_first,
+    "stack_row": stack_row,
+    "stack_gated": stack_gated,
+    "stack_interleaved": stack_interleaved,
 }
 
 
 def region_shard(region: Region, shape: tuple[int, ...], *, rank: int, buffer: str, base: int) -> Shard:
-    """The shard of a region in a row-major parameter of `shape` that starts at element `base` of `buffer`."""
+    """The shard of a region in a row-major parameter that starts at element `base` of `buffer`; `shape`: its grid."""
     strides = row_major_strides(shape)
     offset = base + sum(a * s for a, s in zip(region.origin, strides, strict=True))
     return Shard(region.tensor.name, region.box, rank, buffer, offset, tuple(strides[dim] for dim in region.dims))

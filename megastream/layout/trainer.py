@@ -66,13 +66,13 @@ def trainer_rank_layout(
         seen.add(param.name)
         placed = _place(family.trainer_entry(param.name, shape), param, coords, rank)
         _check_inside(param, specs, rank)
-        window = _window(param, windows)
+        window = _window(param, placed.grid, windows)
         for region in placed.regions:
             tensors[region.tensor.name] = region.tensor
             parts = [region] if window is None else [region.within(box) for box in window]
             for part in parts:
                 if part is not None:
-                    shards.append(region_shard(part, param.shape, rank=rank, buffer=param.buffer, base=param.offset))
+                    shards.append(region_shard(part, placed.grid, rank=rank, buffer=param.buffer, base=param.offset))
     return RankLayout(
         side="trainer",
         rank=rank,
@@ -88,7 +88,7 @@ def trainer_rank_layout(
 def place_trainer_param(entry: Entry, coords: Mapping[str, int], padded_rows: int = 0) -> Placed:
     """The shape and regions of a parameter on the rank at `coords`; `padded_rows` as in `Fused`."""
     cut = coords_cut(coords, "etp" if entry.kind == "expert" else "tp")
-    return RULES[entry.rule](Fused(entry.tensors, entry.head_dim, padded_rows), cut)
+    return RULES[entry.rule](Fused(entry.tensors, entry.head_dim, padded_rows, entry.expert), cut)
 
 
 def _place(entry: Entry, param: TrainerParam, coords: Mapping[str, int], rank: int) -> Placed:
@@ -110,11 +110,13 @@ def _check_inside(param: TrainerParam, buffers: Mapping[str, BufferSpec], rank: 
         )
 
 
-def _window(param: TrainerParam, owned: Mapping[str, tuple[int, int]] | None) -> tuple[Box, ...] | None:
-    """The boxes of the parameter, in its own coordinates, that this rank owns; None: all of it."""
+def _window(
+    param: TrainerParam, grid: tuple[int, ...], owned: Mapping[str, tuple[int, int]] | None
+) -> tuple[Box, ...] | None:
+    """The boxes of the parameter, in coordinates of its grid, that this rank owns; None: all of it."""
     if owned is None:
         return None
     size = prod(param.shape)
     start, stop = owned.get(param.buffer, (0, 0))
     lo, hi = max(start - param.offset, 0), min(stop - param.offset, size)
-    return flat_boxes(param.shape, lo, hi) if lo < hi else ()
+    return flat_boxes(grid, lo, hi) if lo < hi else ()

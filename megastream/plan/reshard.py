@@ -47,7 +47,7 @@ def reshard(trainer: Sequence[RankLayout], engine: Sequence[RankLayout], units: 
             place = place_of(target.tensor)
             for option in _carve(target, sources.get(target.tensor, {})):
                 ranks = tuple(shard.rank for shard in option.sources)
-                key = units.unit(stages[ranks[0]], place), target.rank, ranks
+                key = units.unit(stages[ranks[0]], place, option.box), target.rank, ranks
                 groups.setdefault(key, []).append(option)
                 sizes[key] = sizes.get(key, 0) + option.box.volume * item[target.buffer]
     chosen = _balance({key: sizes[key] for key in groups}, loads)
@@ -55,7 +55,7 @@ def reshard(trainer: Sequence[RankLayout], engine: Sequence[RankLayout], units: 
     for key, options in groups.items():
         index = key[2].index(chosen[key])
         for option in options:
-            unit = units.unit(stages[chosen[key]], place_of(option.target.tensor))
+            unit = units.unit(stages[chosen[key]], place_of(option.target.tensor), option.box)
             moves.append(Move(unit, option.sources[index], option.target, option.box))
     return moves
 

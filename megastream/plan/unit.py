@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from megastream.families.types import Place
+from megastream.layout.box import Box
 from megastream.layout.shard import RankLayout
 from megastream.plan.types import Unit
 
@@ -26,12 +27,12 @@ class Units:
             raise ValueError(f"experts_per_unit is {experts_per_unit}; it must be at least 1")
         self._ranges = _expert_ranges(trainer, place_of, experts_per_unit)
 
-    def unit(self, stage: int, place: Place) -> Unit:
-        """The unit of a tensor whose bytes come from trainer stage `stage`."""
+    def unit(self, stage: int, place: Place, box: Box) -> Unit:
+        """The unit of a box of a tensor whose bytes come from one expert at most of trainer stage `stage`."""
         if place.kind != "expert":
             return Unit(stage, place.layer, place.kind)
-        assert place.layer is not None and place.expert is not None
-        start, stop = self._ranges[stage, place.layer, place.expert]
+        assert place.layer is not None
+        start, stop = self._ranges[stage, place.layer, box.lo[0] if place.expert is None else place.expert]
         return Unit(stage, place.layer, f"e{start}:{stop}")
 
 
@@ -55,10 +56,11 @@ def _expert_ranges(
     owned: dict[tuple[int, int, int], set[int]] = {}
     for layout in trainer:
         owner = stage_of(layout), layout.coords.get("ep", 0)
-        for spec in layout.tensors:
-            place = place_of(spec.name)
-            if place.kind == "expert" and place.layer is not None and place.expert is not None:
-                owned.setdefault((*owner, place.layer), set()).add(place.expert)
+        for shard in layout.shards:
+            place = place_of(shard.tensor)
+            if place.kind == "expert" and place.layer is not None:
+                expert = shard.box.lo[0] if place.expert is None else place.expert
+                owned.setdefault((*owner, place.layer), set()).add(expert)
     ranges: dict[tuple[int, int, int], tuple[int, int]] = {}
     for (stage, _, layer), experts in owned.items():
         for run in _runs(sorted(experts), experts_per_unit):

@@ -91,6 +91,22 @@ FAMILY_MODELS = {
         {"add_qkv_bias": True, "qk_layernorm": True, **_softmax_moe(8, 20), **SIGMOID_ROUTER, **DENSE_FIRST},
         {"rotary_percent": 0.5},
     ),
+    "gpt_oss": FamilyModel(
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": COMMON["rope_theta"]},
+        },
+        {
+            **_softmax_moe(6, 40),
+            "add_bias_linear": True,
+            "add_qkv_bias": True,
+            "activation_func": "quick_gelu",
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+            "softmax_type": "learnable",
+        },
+    ),
     "deepseek_v3": FamilyModel(
         {
             **HF_DENSE_FIRST,
@@ -129,11 +145,36 @@ FAMILY_MODELS = {
 }
 
 
-def write_transformers(family: str, folder: Path) -> torch.Tensor:
+_ENGINE = dict(num_hidden_layers=5, hidden_size=64, intermediate_size=128, head_dim=32, num_key_value_heads=2)
+_ENGINE_MOE = dict(_ENGINE, moe_intermediate_size=128)
+ENGINE_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _ENGINE_MOE,
+    "qwen2_moe": dict(_ENGINE_MOE, hidden_size=128, shared_expert_intermediate_size=64),
+    "qwen3": _ENGINE,
+    "llama": _ENGINE,
+    "mixtral": _ENGINE,
+    "glm4_moe": _ENGINE_MOE,
+    "gpt_oss": _ENGINE,
+    "deepseek_v3": dict(
+        num_hidden_layers=5,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        head_dim=64,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    ),
+}
+"""Sizes that vLLM's CPU attention and experts take."""
+
+
+def write_transformers(family: str, folder: Path, **sizes: Any) -> torch.Tensor:
     """A random model as `transformers` saves it, in `folder`; returns its logits, fp32, for `tokens()`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**FAMILY_MODELS[family].config(family))
+    config = AutoConfig.for_model(**{**FAMILY_MODELS[family].config(family), **sizes})
     generator = torch.Generator().manual_seed(5)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     for name, tensor in (*reference.named_parameters(), *reference.named_buffers()):
@@ -175,6 +216,7 @@ def megatron_logits(
 
 def build(family: str) -> Any:
     """GPTModel of a family in fp32, local specs, one rank. Needs megatron's mesh."""
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -201,9 +243,12 @@ def build(family: str) -> Any:
         persist_layer_norm=False,
         params_dtype=torch.float32,
     )
+    fixed |= ours.megatron
     fusions = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+    if fixed["activation_func"] == "quick_gelu":
+        fixed["activation_func"] = quick_gelu
     kind = MLATransformerConfig if ours.mla else TransformerConfig
-    transformer = kind(**{**fixed, **dict.fromkeys((*fusions, "apply_rope_fusion"), False), **ours.megatron})
+    transformer = kind(**fixed, **dict.fromkeys((*fusions, "apply_rope_fusion"), False))
     spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, normalization="RMSNorm")
     if ours.mla:
         _run_latent_attention(spec)
@@ -237,7 +282,8 @@ def fill(model: Any, raw: dict[str, Any], weights: dict[str, torch.Tensor]) -> N
     """Writes every parameter of a lone rank through our trainer layout; all of it, and from all of the tensors."""
     shape = load_shape(raw)
     family = family_of(shape)
-    assert {s.name: s.shape for s in family.tensors(shape)} == {n: tuple(t.shape) for n, t in weights.items()}
+    specs = {spec.name: spec.shape for spec in family.tensors(shape)}
+    assert {name: family.file_shape(name, shape) for name in specs} == {n: tuple(t.shape) for n, t in weights.items()}
     held = dict(model.named_parameters())
     # The router's bias is a buffer; the other ones belong to no checkpoint.
     held |= {name: tensor for name, tensor in model.named_buffers() if name.endswith("router.expert_bias")}
@@ -250,6 +296,6 @@ def fill(model: Any, raw: dict[str, Any], weights: dict[str, torch.Tensor]) -> N
     )
     for shard in layout.shards:
         region = held[shard.buffer].data.view(-1).as_strided(shard.box.shape, shard.strides, shard.offset)
-        region.copy_(weights[shard.tensor][tuple(map(slice, shard.box.lo, shard.box.hi))])
+        region.copy_(weights[shard.tensor].view(specs[shard.tensor])[tuple(map(slice, shard.box.lo, shard.box.hi))])
     assert [name for name, tensor in held.items() if tensor.isnan().any()] == []
     assert {shard.tensor for shard in layout.shards} == set(weights)

@@ -254,3 +254,82 @@ def local_experts(c: Config, at: dict[str, int]) -> range:
 def expert_name(linear: str, what: str, expert: int, te: bool) -> str:
     """TEGroupedMLP's name, or SequentialMLP's."""
     return "mlp.experts." + (f"{linear}.{what}{expert}" if te else f"local_experts.{expert}.{linear}.{what}")
+
+
+@dataclass(frozen=True)
+class OutputBias:
+    """A bias of the attention's output, and sinks: one number for each query head."""
+
+    def tensors(self, c: Config) -> Dims:
+        return {"self_attn.o_proj.bias": (c["hidden_size"],), "self_attn.sinks": (c["num_attention_heads"],)}
+
+    def megatron(self, w: Arrays, c: Config, at: dict[str, int], te: bool) -> Arrays:
+        sinks = part(w["self_attn.sinks"], at["tp"], at["tp_size"])
+        bias = {"self_attention.linear_proj.bias": w["self_attn.o_proj.bias"]}
+        return {**bias, "self_attention.core_attention.softmax_offset": sinks}
+
+    def vllm(self, w: Arrays, c: Config, at: EngineRank) -> Arrays:
+        sinks = part(w["self_attn.sinks"], at.tp, at.tp_size)
+        return {"self_attn.o_proj.bias": w["self_attn.o_proj.bias"], "self_attn.sinks": sinks}
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """GPT-OSS: [experts, in, out] with gate in the even and up in the odd columns, and a bias for each."""
+
+    def tensors(self, c: Config) -> Dims:
+        count, hidden, ffn = num_experts(c), c["hidden_size"], c["intermediate_size"]
+        return {
+            "mlp.router.weight": (count, hidden),
+            "mlp.router.bias": (count,),
+            "mlp.experts.gate_up_proj": (count, hidden, 2 * ffn),
+            "mlp.experts.gate_up_proj_bias": (count, 2 * ffn),
+            "mlp.experts.down_proj": (count, ffn, hidden),
+            "mlp.experts.down_proj_bias": (count, hidden),
+        }
+
+    def megatron(self, w: Arrays, c: Config, at: dict[str, int], te: bool) -> Arrays:
+        params = {"mlp.router.weight": w["mlp.router.weight"], "mlp.router.bias": w["mlp.router.bias"]}
+        cut = at["etp"], at["etp_size"]
+        for expert in local_experts(c, at):
+            for what, suffix in (("weight", ""), ("bias", "_bias")):
+                both = w[f"mlp.experts.gate_up_proj{suffix}"][expert]
+                halves = [part(both[..., half::2].T, *cut) for half in (0, 1)]
+                params[expert_name("linear_fc1", what, expert, te)] = np.concatenate(halves)
+            params[expert_name("linear_fc2", "weight", expert, te)] = part(
+                w["mlp.experts.down_proj"][expert].T, *cut, 1
+            )
+            params[expert_name("linear_fc2", "bias", expert, te)] = w["mlp.experts.down_proj_bias"][expert]
+        return params
+
+    def vllm(self, w: Arrays, c: Config, at: EngineRank) -> Arrays:
+        """Rows of gate and up in turns; the bias behind the sum is the first rank's, zeros elsewhere (NaN here)."""
+        experts, bias = w["mlp.experts.gate_up_proj"], w["mlp.experts.down_proj_bias"][at.experts]
+        return {
+            "mlp.router.weight": w["mlp.router.weight"],
+            "mlp.router.bias": w["mlp.router.bias"],
+            "mlp.experts.routed_experts.w13_weight": np.stack([part(experts[e], *at.cut, 1).T for e in at.experts]),
+            "mlp.experts.routed_experts.w13_bias": np.stack(
+                [part(w["mlp.experts.gate_up_proj_bias"][e], *at.cut) for e in at.experts]
+            ),
+            "mlp.experts.routed_experts.w2_weight": np.stack(
+                [part(w["mlp.experts.down_proj"][e], *at.cut).T for e in at.experts]
+            ),
+            "mlp.experts.routed_experts.w2_bias": bias if at.cut[0] == 0 else np.full_like(bias, np.nan),
+        }
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A block whose parameters the engine calls `attn.…` where others say `self_attn.…`."""
+
+    block: Any
+
+    def tensors(self, c: Config) -> Dims:
+        return dict(self.block.tensors(c))
+
+    def megatron(self, w: Arrays, c: Config, at: dict[str, int], te: bool) -> Arrays:
+        return dict(self.block.megatron(w, c, at, te))
+
+    def vllm(self, w: Arrays, c: Config, at: EngineRank) -> Arrays:
+        return {name.replace("self_attn.", "attn."): array for name, array in self.block.vllm(w, c, at).items()}

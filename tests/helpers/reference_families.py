@@ -6,7 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.helpers.reference_blocks import Attention, Config, Experts, LatentAttention, Mlp, Norms, Whole
+from tests.helpers.reference_blocks import (
+    Attention,
+    Config,
+    Experts,
+    LatentAttention,
+    Mlp,
+    Norms,
+    OutputBias,
+    Renamed,
+    StackedExperts,
+    Whole,
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,10 @@ def _deepseek_v3(c: Config, layer: int) -> list[Any]:
     return [Norms((False, dense)), LatentAttention(), *mlp]
 
 
+def _gpt_oss(c: Config, layer: int) -> list[Any]:
+    return [Norms(), Renamed(Attention(bias=True)), Renamed(OutputBias()), StackedExperts()]
+
+
 DENSE_FIRST = {
     "first_k_dense_replace": 2,
     "n_routed_experts": 12,
@@ -134,6 +149,13 @@ REFERENCES = {
         DENSE | DENSE_FIRST | {"model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True},
         _glm4_moe,
         small=SMALL_FIRST,
+    ),
+    "gpt_oss": Reference(
+        DENSE | {"model_type": "gpt_oss", "num_local_experts": 12, "num_experts_per_tok": 2},
+        _gpt_oss,
+        ends=("model.embedding.weight", "model.norm.weight", "lm_head.weight"),
+        spares=EVERYWHERE,
+        small=dict(num_local_experts=4),
     ),
     "deepseek_v3": Reference(
         {key: value for key, value in DENSE.items() if key != "head_dim"}

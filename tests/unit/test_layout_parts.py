@@ -13,7 +13,21 @@ from hypothesis import strategies as st
 
 from megastream.layout.box import Box
 from megastream.layout.pack import flat_boxes, row_major_strides
-from megastream.layout.rules import Cut, Fused, column, concat_qkv, gated, grouped_qkv, row, same, vocab
+from megastream.layout.rules import (
+    Cut,
+    Fused,
+    column,
+    concat_qkv,
+    gated,
+    grouped_qkv,
+    latent,
+    row,
+    same,
+    stack_first,
+    stack_gated,
+    stack_interleaved,
+    vocab,
+)
 from megastream.layout.shard import TensorSpec
 from megastream.layout.wire import decode_layout, encode_layout
 from tests.helpers.layout_reference import Model, config
@@ -84,6 +98,33 @@ def test_grouped_qkv_begins_each_group_with_its_query_heads() -> None:
         ("v", 8, 16, 88),
     ]
     assert all(a.origin[0] + a.box.shape[0] == b.origin[0] for a, b in pairwise(regions))
+
+
+def test_gate_and_up_in_turns_become_two_halves() -> None:
+    """L07: expert 1 of [2 experts, 3 in, 4 ffn, gate or up]; the second of two ranks has ffn 2 and 3."""
+    fused = Fused((spec("gate_up", 2, 3, 4, 2),), expert=1)
+    stored = np.arange(48).reshape(2, 3, 8)
+    for rule, expected in (
+        (stack_gated, [[[24 + 8 * i + 2 * f + half for i in range(3)] for f in (2, 3)] for half in (0, 1)]),
+        (stack_interleaved, [[[24 + 8 * i + 2 * f + half for i in range(3)] for half in (0, 1)] for f in (2, 3)]),
+    ):
+        placed = rule(fused, Cut("tp", 1, 2))
+        (region,) = placed.regions
+        box = stored.reshape(2, 3, 4, 2)[tuple(map(slice, region.box.lo, region.box.hi))]
+        assert (
+            box.transpose(np.argsort(region.dims)).reshape(placed.shape).tolist() == np.concatenate(expected).tolist()
+        )
+        assert placed.shape == (4, 3) and prod(placed.grid) == 12
+
+
+def test_a_bias_behind_a_sum_is_the_first_rank_s() -> None:
+    fused = Fused((spec("bias", 2, 3),), expert=1)
+    assert [len(stack_first(fused, Cut("tp", rank, 2)).regions) for rank in (0, 1)] == [1, 0]
+
+
+def test_a_latent_is_cut_or_whole_as_the_parameter_is() -> None:
+    fused = Fused((spec("down", 12, 5),))
+    assert [latent(replace(fused, padded_rows=rows), Cut("tp", 1, 2)).shape[0] for rows in (0, 12, 24)] == [12, 6, 12]
 
 
 def test_one_tensor_cut_by_rows_is_the_same_under_three_rules() -> None:

@@ -106,9 +106,10 @@ class VllmLiveModel:
         live_buffers.apply(prepared)
 
     def load_whole(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> WholeLoad:
+        as_stored = ((name, full.view(self._family.file_shape(name, self._shape))) for name, full in tensors)
         started = time.perf_counter()
         try:
-            compat.reload_checkpoint(self._model, self._config.model_config, tensors)
+            compat.reload_checkpoint(self._model, self._config.model_config, as_stored)
         finally:
             loaded = time.perf_counter()
             cpu_repairs.repack_experts(self._model)
