@@ -1,6 +1,6 @@
 """How fast `megastream convert` is, against `cp --reflink=never` and `sync` of the same bytes.
 
-python tools/bench_convert.py [--gb 4] [--rounds 5] [--folder FOLDER]
+python tools/bench_convert.py [--gb 4] [--rounds 5] [--only NAME] [--folder FOLDER]
 
 Makes a random Qwen3-MoE of that size, and in every round copies and converts it, by turns: with its files in the page
 cache (warm) and without (cold, by posix_fadvise). Both end when the data is on the disk, and both are whole commands:
@@ -108,8 +108,10 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary one")
+    parser.add_argument("--only", default="", help="conversions whose name begins so")
     given = parser.parse_args()
-    ways = {"cp and sync": copy, **{name: converting(options) for name, options in CONVERSIONS.items()}}
+    chosen = {name: options for name, options in CONVERSIONS.items() if name.startswith(given.only)}
+    ways = {"cp and sync": copy, **{name: converting(options) for name, options in chosen.items()}}
     with tempfile.TemporaryDirectory(prefix="megastream-bench-", dir=given.folder) as folder:
         source = Path(folder) / "source"
         num_bytes = make_model(source, given.gb)
