@@ -42,7 +42,7 @@ _ARGS = {
     "etp": "expert_tensor_parallel_size",
 }
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.linear_fc[12]\.(?:weight))\d+$")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.linear_fc[12]\.weight)\d+$|(?<=\.linear_fc[12]\.bias)\d+$")
 
 
 @dataclass(frozen=True, slots=True)

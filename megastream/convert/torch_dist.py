@@ -204,12 +204,21 @@ def _parameter(chunk: _Chunk, model: Model) -> tuple[str, int, int | None]:
     return name, len(numbers), half
 
 
+def refuse_views(parameter: str, placed: Placed, model: Model) -> None:
+    """ConvertError for a parameter whose rows are not rows of its tensors: Megatron's boxes cannot be cut from them."""
+    if placed.view:
+        family = model.family.name
+        raise ConvertError(f"{parameter}: {family} has no torch_dist form here; use hf, mp_rank or sharded_state")
+
+
 def _placed(parameter: str, shape: tuple[int, ...], model: Model) -> Placed:
     try:
         entry = model.family.trainer_entry(parameter, model.shape)
-        return place_trainer_param(entry, ONE_RANK, shape[0] if entry.rule == "vocab" else 0)
+        placed = place_trainer_param(entry, ONE_RANK, shape[0] if entry.rule == "vocab" else 0)
     except ValueError as error:
         raise ConvertError(str(error)) from error
+    refuse_views(parameter, placed, model)
+    return placed
 
 
 def _check_stored_once(folder: Path, holders: _Holders) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megastream.convert.model import Model
-from megastream.convert.torch_dist import BACKEND, INDEX, ONE_RANK, parts_of
+from megastream.convert.torch_dist import BACKEND, INDEX, ONE_RANK, parts_of, refuse_views
 from megastream.convert.torch_file import Archive, Slot, import_torch, lay_out_archive, pickled
 from megastream.convert.types import ConvertError, Extent, Holding, NewFile, Target
 from megastream.layout.mesh import Mesh
@@ -91,6 +91,7 @@ def _items(model: Model, dtypes: Mapping[str, str], max_file_bytes: int) -> Iter
     for parameter in trainer_names(model.family, model.shape, Mesh(), ONE_RANK):
         entry = model.family.trainer_entry(parameter, model.shape)
         placed = place_trainer_param(entry, ONE_RANK, model.shape.vocab if entry.rule == "vocab" else 0)
+        refuse_views(parameter, placed, model)
         dtype = one_dtype(parameter, placed, dtypes)
         for key, box in parts_of(parameter, placed, entry.rule):
             spec = TensorSpec(key, box.shape, dtype)

@@ -28,7 +28,7 @@ class Units:
         self._ranges = _expert_ranges(trainer, place_of, experts_per_unit)
 
     def unit(self, stage: int, place: Place, box: Box) -> Unit:
-        """The unit of a box of a tensor whose bytes come from one expert at most of trainer stage `stage`."""
+        """The unit of a box of a tensor whose bytes come from trainer stage `stage`; of its first expert."""
         if place.kind != "expert":
             return Unit(stage, place.layer, place.kind)
         assert place.layer is not None
@@ -59,8 +59,8 @@ def _expert_ranges(
         for shard in layout.shards:
             place = place_of(shard.tensor)
             if place.kind == "expert" and place.layer is not None:
-                expert = shard.box.lo[0] if place.expert is None else place.expert
-                owned.setdefault((*owner, place.layer), set()).add(expert)
+                stacked = range(shard.box.lo[0], shard.box.hi[0]) if place.expert is None else (place.expert,)
+                owned.setdefault((*owner, place.layer), set()).update(stacked)
     ranges: dict[tuple[int, int, int], tuple[int, int]] = {}
     for (stage, _, layer), experts in owned.items():
         for run in _runs(sorted(experts), experts_per_unit):
