@@ -14,7 +14,6 @@ from megastream.trainer import gpt, model
 from megastream.trainer.adapter import MegatronAdapter
 from megastream.trainer.config import TrainerConfig
 from tests.helpers.against_stock import (
-    BUCKET_ELEMENTS,
     forward_backward,
     masked_batches,
     random_checkpoint,
@@ -23,6 +22,7 @@ from tests.helpers.against_stock import (
 )
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import BATCH, SEQUENCE, hf_config, tiny_config, tiny_qwen2
+from tests.helpers.training import BUCKET_ELEMENTS
 
 
 def _adapter(config: TrainerConfig, family: str = "qwen3_moe") -> tuple[list[Any], Any, MegatronAdapter]:

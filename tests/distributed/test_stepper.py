@@ -19,14 +19,13 @@ from tests.helpers.steps import (
     STEPS,
     Run,
     SkippedStep,
-    adapter_of,
     compare,
-    digest,
     forward_backward,
     mixed_clip,
     train_all,
 )
 from tests.helpers.tiny import tiny_config
+from tests.helpers.training import adapter_of, digest
 
 
 def test_ep2_bf16_equals_stock_when_every_step_is_clipped() -> None:

@@ -14,8 +14,9 @@ from megastream.trainer import model
 from megastream.trainer.early import EarlyStepper
 from megastream.trainer.stepper import Listener
 from tests.helpers.ranks import run_ranks
-from tests.helpers.steps import SkippedStep, adapter_of, forward_backward
+from tests.helpers.steps import SkippedStep, forward_backward
 from tests.helpers.tiny import tiny_config
+from tests.helpers.training import adapter_of
 
 
 def _checked_body(rank: int, world_size: int, init_method: str, config: Any, finality: Any, check: bool) -> Any:

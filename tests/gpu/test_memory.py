@@ -12,8 +12,9 @@ from megastream.trainer import compat, model
 from megastream.trainer.config import TrainerConfig
 from megastream.trainer.stepper import Listener
 from tests.helpers.ranks import run_ranks
-from tests.helpers.steps import adapter_of, forward_backward
+from tests.helpers.steps import forward_backward
 from tests.helpers.tiny import tiny_config
+from tests.helpers.training import adapter_of
 
 WIDE = tiny_config(layers=8, hidden=512, head_dim=64, experts=8, expert_ffn=512, vocab=2048, clip=0.3)
 BUCKET_ELEMENTS = 1_000_000

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megastream.families import family_of, load_shape
 from megastream.layout.shard import RankLayout
-from megastream.trainer import compat, model
-from megastream.trainer.adapter import MegatronAdapter, mesh_coords
+from megastream.trainer import model
+from megastream.trainer.adapter import mesh_coords
 from megastream.trainer.config import TrainerConfig
 from megastream.trainer.model import TokenBatch
 from megastream.trainer.policies import is_streamed
 from megastream.trainer.stepper import Listener
 from tests.helpers.tiny import BATCH, SEQUENCE, hf_config, hf_shapes
-
-BUCKET_ELEMENTS = 6000
+from tests.helpers.training import adapter_of, outcome, parameters, set_rate, update
 
 
 def num_microbatches(config: TrainerConfig) -> int:
@@ -46,14 +43,6 @@ def random_checkpoint(config: TrainerConfig, seed: int = 3) -> dict[str, torch.T
     return tensors
 
 
-def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """One number for all bytes of the tensors."""
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
-
-
 def forward_backward(chunks: list[Any], config: TrainerConfig, step: int) -> float | None:
     """One step's gradients, on the batches of this rank's replica."""
     return model.train_step(
@@ -73,50 +62,26 @@ def train(config: TrainerConfig, policy: Any, steps: int, folder: str, export: s
 
     With `export` the raw parameters go there, and the facts hold the loss of one more batch and this rank's shards.
     """
-    chunks, optimizer = model.build(config)
-    shape = load_shape(hf_config(config))
-    adapter = MegatronAdapter(
-        chunks,
-        optimizer,
-        family_of(shape),
-        shape,
-        bucket_elements=BUCKET_ELEMENTS,
-        finality="pipelined" if policy == "stock" else policy,
-        experts_per_unit=2,
-        ownership="slice" if is_streamed(policy) else "replica",
-    )
+    chunks, optimizer, adapter = adapter_of(config, policy, "slice" if is_streamed(policy) else "replica")
     adapter.load_hf(folder)
     final: list[str] = []
-    complete = True
-    stepper = None
+    complete, stepper = True, None
     if policy != "stock":
         stepper = adapter.stepper(policy, Listener(final.append, withdrawn=final.clear), max_abort_rate=1.0)
-    before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+    params = parameters(chunks)
+    before = [p.detach().clone() for p in params]
     trace = []
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * (1 + 0.1 * step)
+        set_rate(config, optimizer, step)
         loss = forward_backward(chunks, config, step)
-        if stepper is None:
-            ok, norm, _ = optimizer.step()
-        else:
-            result = stepper.step()
-            ok, norm = result.ok, result.grad_norm
-            complete &= sorted(final) == sorted(adapter.buffers)
-            final.clear()
-        assert ok
-        trace.append((loss, float(norm)))
+        trace.append((loss, update(optimizer, stepper)))
+        complete &= stepper is None or sorted(final) == sorted(adapter.buffers)
+        final.clear()
     if stepper is not None:
         stepper.close()
-    params = [p for chunk in chunks for p in chunk.parameters()]
-    shards = list(compat.main_shards(optimizer))
-    states = [shard.member.optimizer.state[shard.main] for shard in shards]
     facts = {
+        **outcome(params, before, optimizer),
         "trace": trace,
-        "params": digest(params),
-        "moments": digest(state[key] for state in states for key in sorted(state)),
-        "masters": digest(shard.main for shard in shards),
-        "unmoved": sum(torch.equal(a, b) for a, b in zip(before, params, strict=True)),
         "clipped": sum(norm > config.clip > 0 for _, norm in trace),
         "complete": complete,
         "replica": mesh_coords()["dp"],

@@ -31,9 +31,10 @@ from megastream.trainer.stepper import Listener
 from megastream.transport.gloo import GlooReceiver
 from tests.helpers.fake_engine import FakeCore, FakeLive
 from tests.helpers.spine import ENGINE_SETTINGS, trainer_settings
-from tests.helpers.steps import adapter_of, forward_backward
+from tests.helpers.steps import forward_backward
 from tests.helpers.synthetic import empty_buffers, region
 from tests.helpers.tiny import hf_config
+from tests.helpers.training import adapter_of
 
 ENGINE_MESH, ENGINE_RANKS = "tp1 pp2", 2
 RUN, DEADLINE_S = "provisional", 30.0

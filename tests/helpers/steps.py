@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megastream.families import family_of, load_shape
 from megastream.trainer import adapter as adapter_file
 from megastream.trainer import compat, model
 from megastream.trainer.adapter import MegatronAdapter, mesh_coords
@@ -19,11 +17,11 @@ from megastream.trainer.early import EarlyStepper
 from megastream.trainer.stepper import Listener
 from megastream.trainer.undo import Undo
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import BATCH, MICROBATCHES, SEQUENCE, batches, hf_config
+from tests.helpers.tiny import BATCH, MICROBATCHES, SEQUENCE, batches
+from tests.helpers.training import adapter_of, digest, outcome, parameters, set_rate, update
 
 STEPS = 20
 ALL = ("whole", "pipelined", "early", "speculative")
-BUCKET_ELEMENTS = 6000
 
 
 @dataclass(frozen=True)
@@ -33,30 +31,6 @@ class Run:
     finality: str
     broken: str = ""
     exact_sums: bool = False
-
-
-def digest(tensors: Any) -> str:
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
-
-
-def adapter_of(
-    config: TrainerConfig, finality: str, bucket_elements: int = BUCKET_ELEMENTS
-) -> tuple[list[Any], Any, MegatronAdapter]:
-    chunks, optimizer = model.build(config)
-    shape = load_shape(hf_config(config))
-    adapter = MegatronAdapter(
-        chunks,
-        optimizer,
-        family_of(shape),
-        shape,
-        bucket_elements=bucket_elements,
-        finality="pipelined" if finality == "stock" else finality,  # type: ignore[arg-type]
-        experts_per_unit=2,
-    )
-    return chunks, optimizer, adapter
 
 
 def compare(
@@ -96,7 +70,7 @@ def _body(
 def _train(config: TrainerConfig, run: Run) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]), _Broken(run.broken):
         chunks, optimizer, adapter = adapter_of(config, run.finality)
-        params = [p for chunk in chunks for p in chunk.parameters()]
+        params = parameters(chunks)
         if run.exact_sums:
             for param in params:
                 param.register_hook(_on_a_grid)
@@ -110,16 +84,10 @@ def _train(config: TrainerConfig, run: Run) -> dict[str, Any]:
         trace = [_step(config, chunks, optimizer, stepper, told, step) for step in range(STEPS)]
         if stepper is not None:
             stepper.close()
-    shards = list(compat.main_shards(optimizer))
-    states = [shard.member.optimizer.state[shard.main] for shard in shards]
     return {
+        **outcome(params, before, optimizer),
         "finality": run.finality,
         "trace": trace,
-        "params": digest(params),
-        "moments": digest(s[k] for s in states for k in ("exp_avg", "exp_avg_sq", "step") if k in s),
-        "masters": digest(shard.main for shard in shards),
-        "group steps": [group.get("step") for part in compat.members(optimizer) for group in part.param_groups],
-        "unmoved": sum(torch.equal(a, b) for a, b in zip(before, params, strict=True)),
         "buckets": len(adapter._buckets),
         "late": sum(bucket.late for bucket in adapter._buckets),
         "early": told.early,
@@ -154,19 +122,13 @@ class _Told:
 def _step(
     config: TrainerConfig, chunks: list[Any], optimizer: Any, stepper: Any, told: _Told, step: int
 ) -> tuple[float | None, float]:
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr * (1 + 0.1 * step)
+    set_rate(config, optimizer, step)
     loss = forward_backward(config, chunks, step)
-    if stepper is None:
-        ok, norm, _ = optimizer.step()
-    else:
-        if isinstance(stepper, EarlyStepper):
-            told.early = len(stepper._stepped)
-        result = stepper.step()
-        ok, norm = result.ok, result.grad_norm
-        told.close_step()
-    assert ok
-    return loss, float(norm)
+    if isinstance(stepper, EarlyStepper):
+        told.early = len(stepper._stepped)
+    norm = update(optimizer, stepper)
+    told.close_step()
+    return loss, norm
 
 
 def forward_backward(config: TrainerConfig, chunks: list[Any], step: int) -> float | None:
@@ -269,5 +231,5 @@ class SkippedStep:
         shards = list(compat.main_shards(self._optimizer))
         states = [shard.member.optimizer.state.get(shard.main, {}) for shard in shards]
         moments = [state[key] for state in states for key in sorted(state) if torch.is_tensor(state[key])]
-        params = [p for chunk in self._chunks for p in chunk.parameters()]
+        params = parameters(self._chunks)
         return digest([*params, *(shard.main for shard in shards), *moments])
