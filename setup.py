@@ -29,7 +29,7 @@ setup(
     description="Streams the weights of a Megatron MoE trainer into a running vLLM engine",
     python_requires=">=3.11",
     packages=find_packages(include=["megastream", "megastream.*"]),
-    package_data={"megastream": ["py.typed"]},
+    package_data={"megastream": ["py.typed"], "megastream.families": ["models/*.json"]},
     install_requires=[pin(n) for n in ("msgspec", "numpy", "pyyaml", "rich", "typer", "xxhash")],
     extras_require={
         "trainer": [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import structs
 
 from megastream.convert.types import ConvertError
 from megastream.families import Family, ModelShape, family_of, load_shape
@@ -30,7 +32,7 @@ class Model:
 
     def in_file(self, spec: TensorSpec) -> TensorSpec:
         """The same elements in the shape that a Hugging Face file gives them; see `Family.file_shape`."""
-        return replace(spec, shape=self.family.file_shape(spec.name, self.shape))
+        return structs.replace(spec, shape=self.family.file_shape(spec.name, self.shape))
 
     def side_files(self) -> dict[str, Path]:
         """config.json, tokenizer and the like: what a folder of weights needs beside them, whatever its form.

@@ -13,7 +13,8 @@ from megastream.families.types import ModelShape, Place, Row, Source
 from megastream.layout.naming import Entry, Kind
 from megastream.layout.shard import TensorSpec
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+_NUMBER = re.compile(r"\.(\d+)(?=\.)")
+_LAST_NUMBER = re.compile(r"(?:(?<=\.weight)|(?<=\.bias))\d+$")
 _FIELD = re.compile(r"\{(layer|expert)\}")
 
 
@@ -55,7 +56,7 @@ class Family:
 
     def file_shape(self, name: str, shape: ModelShape) -> tuple[int, ...]:
         """The shape of a Hugging Face tensor in its file: that of `tensors`, but for dims that are split there."""
-        sizes, pattern = self.sizes(shape), _NUMBER.sub("#", name)
+        sizes, pattern = self.sizes(shape), _NUMBER.sub(".#", name)
         for row in self.rows:
             source = next((s for s in row.sources if _FIELD.sub("#", s.name) == pattern), None)
             if source is not None and _exists(row, sizes):
@@ -138,10 +139,15 @@ class Family:
         return Entry(match.row.kind, rule, specs, shape.head_dim, dtype, expert or 0)
 
     def _match(self, index: dict[str, _Template], name: str, what: str) -> _Match:
-        template = index.get(_NUMBER.sub("#", name))
+        parts = _NUMBER.split(name)  # text, number, text, ...
+        key = ".#".join(parts[::2])
+        if name[-1:].isdigit() and (last := _LAST_NUMBER.search(name)):
+            key = _LAST_NUMBER.sub("#", key)
+            parts += [last[0]]
+        template = index.get(key)
         if template is None:
             raise ValueError(f"{what} {name} has no rule in family {self.name}: add a row to its table")
-        numbers = dict(zip(template.fields, map(int, _NUMBER.findall(name)), strict=True))
+        numbers = dict(zip(template.fields, map(int, parts[1::2]), strict=True))
         return _Match(template.row, numbers.get("layer"), numbers.get("expert"))
 
     @cached_property

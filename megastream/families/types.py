@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from megastream.layout.naming import Kind
 
 Holder = Literal["file", "trainer", "engine"]
@@ -12,8 +14,7 @@ Layers = Literal["none", "every", "moe", "dense"]
 """Which decoder layers have a row: none (embedding, final norm, head), all, or only those with or without experts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Where a Hugging Face tensor belongs: its kind, its global layer (None outside layers), its global expert.
 
     A tensor of kind `expert` without a number holds all experts of its layer, one at each index of dim 0.

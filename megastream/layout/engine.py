@@ -11,7 +11,8 @@ from megastream.layout.box import Box
 from megastream.layout.mesh import coords_cut
 from megastream.layout.naming import Names
 from megastream.layout.pack import row_major_strides
-from megastream.layout.rules import RULES, Cut, Fused, Placed, expert_stack, region_shard
+from megastream.layout.pattern import Pattern, Patterns
+from megastream.layout.rules import Cut
 from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
 
 ShapeT = TypeVar("ShapeT")
@@ -39,14 +40,17 @@ def engine_rank_layout(
     coords: Mapping[str, int],
     params: Sequence[EngineParam],
     unused: Collection[str] = (),
+    patterns: Patterns[ShapeT] | None = None,
 ) -> RankLayout:
     """What one engine rank computes with, one buffer per live parameter. `coords`: tp, tp_size, pp, ep, ...
 
     Parameters named in `unused` are live copies that no forward reads: they are listed and get no bytes. Expert
     parameters are cut by axis `etp` if `coords` has it; else they are whole on ranks that hold a part of the experts
     (expert parallelism) and cut by `tp` on ranks that hold all. Padded vocabulary rows get no bytes either.
-    ValueError names a parameter without a rule, of the wrong shape, or given twice.
+    ValueError names a parameter without a rule, of the wrong shape, or given twice. `patterns`: whoever describes
+    several ranks of this model shares them.
     """
+    patterns = patterns or Patterns(family, shape)
     tensors: dict[str, TensorSpec] = {}
     buffers: dict[str, BufferSpec] = {}
     shards: list[Shard] = []
@@ -55,11 +59,11 @@ def engine_rank_layout(
             raise ValueError(f"engine rank {rank}: parameter {param.name} is given twice")
         if param.name in unused:
             continue
-        placed = _place(family, shape, param, coords, rank)
+        pattern, specs = _place(patterns, param, coords, rank)
         buffers[param.name] = BufferSpec(param.name, prod(param.shape), param.dtype)
-        for region in placed.regions:
-            tensors[region.tensor.name] = region.tensor
-            shards.append(region_shard(region, placed.grid, rank=rank, buffer=param.name, base=0))
+        for part in pattern.parts:
+            tensors[specs[part.index].name] = specs[part.index]
+        shards += pattern.shards(specs, rank=rank, buffer=param.name, base=0)
     return RankLayout(
         side="engine",
         rank=rank,
@@ -104,38 +108,35 @@ def whole_rank_layout(
 
 
 def place_engine_param(
-    family: Names[ShapeT],
-    shape: ShapeT,
+    patterns: Patterns[ShapeT],
     name: str,
     coords: Mapping[str, int],
-    experts: Sequence[int] | None = None,
+    experts: tuple[int, ...] | None = None,
     padded_rows: int = 0,
-) -> Placed:
-    """The shape and regions of a live parameter on the rank at `coords`; `padded_rows` as in `Fused`."""
-    if not family.engine_stacks_experts(name):
-        entry = family.engine_entry(name, shape)
-        return RULES[entry.rule](Fused(entry.tensors, entry.head_dim, padded_rows), coords_cut(coords, "tp"))
+) -> tuple[Pattern, Sequence[TensorSpec]]:
+    """How a live parameter lies on the rank at `coords`, and its tensors; `padded_rows` as in `Fused`."""
+    if not patterns.stacks_experts(name):
+        return patterns.engine(name, coords_cut(coords, "tp"), padded_rows)
     if experts is None:
         raise ValueError(f"{name} stacks experts: the global expert of every slot is needed")
-    entries = [family.engine_entry(name, shape, expert) for expert in experts]
-    fused = [Fused(entry.tensors, entry.head_dim, expert=entry.expert) for entry in entries]
-    return expert_stack(RULES[entries[0].rule], fused, _expert_cut(coords, len(set(experts)), family, shape))
-
-
-def _expert_cut(coords: Mapping[str, int], num_local: int, family: Names[ShapeT], shape: ShapeT) -> Cut:
     if "etp" in coords:
-        return coords_cut(coords, "etp")
-    return coords_cut(coords, "tp") if num_local == family.num_experts(shape) else Cut("etp", 0, 1)
+        cut = coords_cut(coords, "etp")
+    else:
+        whole = len(set(experts)) == patterns.family.num_experts(patterns.shape)
+        cut = coords_cut(coords, "tp") if whole else Cut("etp", 0, 1)
+    return patterns.engine_stack(name, cut, experts)
 
 
-def _place(family: Names[ShapeT], shape: ShapeT, param: EngineParam, coords: Mapping[str, int], rank: int) -> Placed:
+def _place(
+    patterns: Patterns[ShapeT], param: EngineParam, coords: Mapping[str, int], rank: int
+) -> tuple[Pattern, Sequence[TensorSpec]]:
     padded = 0
-    if not family.engine_stacks_experts(param.name) and family.engine_entry(param.name, shape).rule == "vocab":
+    if not patterns.stacks_experts(param.name) and patterns.engine_entry(param.name).rule == "vocab":
         padded = param.shape[0] * coords_cut(coords, "tp").size
-    placed = place_engine_param(family, shape, param.name, coords, param.experts, padded)
-    if placed.shape != param.shape:
+    pattern, tensors = place_engine_param(patterns, param.name, coords, param.experts, padded)
+    if pattern.shape != param.shape:
         raise ValueError(
-            f"engine rank {rank}: {param.name} has shape {param.shape}, the table gives {placed.shape}; "
+            f"engine rank {rank}: {param.name} has shape {param.shape}, the table gives {pattern.shape}; "
             "a padded or packed parameter cannot be written in place"
         )
-    return placed
+    return pattern, tensors

@@ -61,18 +61,26 @@ def parse_trainer_mesh(text: str) -> Mesh:
 
 
 def parse_engine_mesh(text: str) -> Mesh:
-    """vLLM's mesh of one engine core: tp, pp, and ep, which is off (1) or equal to tp.
+    """vLLM's mesh: tp, pp, dp, and ep, which is off (1) or tp*dp. Without it vLLM cuts experts tp*dp times.
 
-    ValueError restates the text and names what one engine core cannot have.
+    ValueError restates the text, names what vLLM does not have, and the ep that it would have.
     """
     sizes, stages = _parse(text)
-    for axis in ("cp", "etp", "vpp", "dp"):
+    for axis in ("cp", "vpp"):
         if sizes.get(axis, 1) != 1:
-            raise ValueError(f"engine layout {text!r}: {axis}={sizes[axis]}; one engine core has tp, ep and pp only")
-    tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
-    if ep not in (1, tp):
-        raise ValueError(f"engine layout {text!r}: ep={ep}, tp={tp}; expert parallelism spans tp, so ep is 1 or tp")
-    return Mesh(tp=tp, etp=1 if ep > 1 else tp, ep=ep, pp=sizes.get("pp", 1), stages=stages)
+            raise ValueError(f"engine layout {text!r}: {axis}={sizes[axis]}; an engine has tp, ep, pp and dp only")
+    tp, dp, ep = sizes.get("tp", 1), sizes.get("dp", 1), sizes.get("ep", 1)
+    if ep not in (1, tp * dp):
+        raise ValueError(
+            f"engine layout {text!r}: ep={ep}, tp*dp={tp * dp}; vLLM's expert parallelism spans tp and dp, so write "
+            f"ep{tp * dp}, or ep1 to have experts cut {tp * dp} times instead"
+        )
+    etp = 1 if ep > 1 else tp * dp
+    if sizes.get("etp", etp) != etp:
+        raise ValueError(
+            f"engine layout {text!r}: etp={sizes['etp']}; with tp={tp}, dp={dp}, ep={ep} vLLM has etp={etp}"
+        )
+    return Mesh(tp=tp, etp=etp, ep=ep, dp=dp, pp=sizes.get("pp", 1), stages=stages)
 
 
 def trainer_coords(mesh: Mesh, rank: int) -> dict[str, int]:
@@ -99,16 +107,21 @@ def trainer_coords(mesh: Mesh, rank: int) -> dict[str, int]:
 
 
 def engine_coords(mesh: Mesh, rank: int) -> dict[str, int]:
-    """Coordinates of an engine rank: tp fastest, then pp; with expert parallelism the ep rank is the tp rank."""
-    pp, tp = divmod(rank, mesh.tp)
-    ep = tp if mesh.ep > 1 else 0
-    etp, etp_size = (0, 1) if mesh.ep > 1 else (tp, mesh.tp)
+    """Coordinates of an engine rank in vLLM's order tp-pp-dp (tp fastest).
+
+    With expert parallelism experts are numbered over dp and tp, dp first; without it they are cut in that order.
+    """
+    rest, tp = divmod(rank, mesh.tp)
+    dp, pp = divmod(rest, mesh.pp)
+    expert = dp * mesh.tp + tp
     return {
         "tp": tp,
         "tp_size": mesh.tp,
-        "etp": etp,
-        "etp_size": etp_size,
-        "ep": ep,
+        "dp": dp,
+        "dp_size": mesh.dp,
+        "etp": expert if mesh.etp > 1 else 0,
+        "etp_size": mesh.etp,
+        "ep": expert if mesh.ep > 1 else 0,
         "ep_size": mesh.ep,
         "pp": pp,
         "pp_size": mesh.pp,

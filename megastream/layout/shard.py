@@ -1,17 +1,22 @@
-"""Shards and layouts: which box of which tensor lives where. Plain data that both sides exchange."""
+"""Shards and layouts: which box of which tensor lives where. Plain data that both sides exchange.
+
+A layout of a large model has a million of the small ones, so these are msgspec's structs: as frozen as a dataclass,
+made in a tenth of the time.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from megastream.layout.box import Box
 
 Side = Literal["trainer", "engine"]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     """A logical tensor under its Hugging Face name. `shape` is global and unpadded; `dtype` is e.g. "bfloat16"."""
 
     name: str
@@ -19,8 +24,7 @@ class TensorSpec:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class BufferSpec:
+class BufferSpec(msgspec.Struct, frozen=True, gc=False):
     """A flat run of `num_elements` elements of one dtype on one rank. Offsets and strides of shards count in it.
 
     On the trainer a buffer is the thing that becomes final at once (a Megatron bucket); on the engine it is one live
@@ -32,8 +36,7 @@ class BufferSpec:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(msgspec.Struct, frozen=True, gc=False):
     """A box of a tensor and where it lives: `buffer[offset + sum(strides[d] * (x[d] - box.lo[d]))]`, in elements."""
 
     tensor: str

@@ -5,15 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Protocol, TypeVar
 
 from megastream.layout.engine import EngineParam, engine_rank_layout, place_engine_param
-from megastream.layout.mesh import Mesh, engine_coords, engine_stage_layers, trainer_coords, trainer_stage_layers
+from megastream.layout.mesh import (
+    Mesh,
+    coords_cut,
+    engine_coords,
+    engine_stage_layers,
+    trainer_coords,
+    trainer_stage_layers,
+)
 from megastream.layout.naming import Names
+from megastream.layout.pattern import Patterns
 from megastream.layout.shard import BufferSpec, RankLayout
-from megastream.layout.trainer import Ownership, TrainerParam, place_trainer_param, trainer_rank_layout
+from megastream.layout.trainer import Ownership, TrainerParam, trainer_rank_layout
 
 VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this (and of tp)."""
@@ -63,10 +71,14 @@ def trainer_layouts(
     if shape.num_experts % mesh.ep:
         raise ValueError(f"trainer layout {mesh}: {shape.num_experts} experts do not divide by ep={mesh.ep}")
     layouts = []
+    patterns = Patterns(family, shape)
+    alike: dict[tuple[int, int], tuple[list[TrainerParam], list[BufferSpec]]] = {}  # cuts of one parameter are equal
     for rank in range(mesh.world_size):
         coords = trainer_coords(mesh, rank)
-        names = trainer_names(family, shape, mesh, coords)
-        params, buffers = _buckets(family, shape, names, coords, bucket_elements, vocab_multiple)
+        if (held := (coords["pp"], coords["ep"])) not in alike:
+            names = trainer_names(family, shape, mesh, coords)
+            alike[held] = _buckets(patterns, names, coords, bucket_elements, shape.vocab, vocab_multiple)
+        params, buffers = alike[held]
         layouts.append(
             trainer_rank_layout(
                 family,
@@ -78,6 +90,7 @@ def trainer_layouts(
                 buffers=buffers,
                 ownership=ownership,
                 owned=_owned(buffers, coords) if ownership == "slice" else None,
+                patterns=patterns,
             )
         )
     return tuple(layouts)
@@ -85,7 +98,26 @@ def trainer_layouts(
 
 def engine_layouts(family: Names[ShapeT], shape: ShapeT, mesh: Mesh) -> tuple[RankLayout, ...]:
     """One layout per vLLM rank. ValueError names the axis and both numbers of whatever does not divide."""
-    return tuple(_engine_layout(family, shape, mesh, rank) for rank in range(mesh.world_size))
+    patterns = Patterns(family, shape)
+    stages = [tuple(family.engine_names(shape, engine_stage_layers(mesh, shape.num_layers, s))) for s in range(mesh.pp)]
+    layouts = []
+    for rank in range(mesh.world_size):
+        coords = engine_coords(mesh, rank)
+        names = stages[coords["pp"]]
+        params, unused = engine_params(family, shape, mesh, coords, names=names, patterns=patterns)
+        layouts.append(
+            engine_rank_layout(
+                family,
+                shape,
+                rank=rank,
+                world_size=mesh.world_size,
+                coords=coords,
+                params=params,
+                unused=unused,
+                patterns=patterns,
+            )
+        )
+    return tuple(layouts)
 
 
 def trainer_names(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, coords: Mapping[str, int]) -> list[str]:
@@ -104,11 +136,11 @@ def trainer_names(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, coords: Mapp
 
 
 def _buckets(
-    family: Names[ShapeT],
-    shape: ShapeT,
+    patterns: Patterns[ShapeT],
     names: Iterable[str],
     coords: dict[str, int],
     bucket_elements: int,
+    vocab: int,
     vocab_multiple: int,
 ) -> tuple[list[TrainerParam], list[BufferSpec]]:
     """Megatron's buckets: parameters in reverse order, dense and expert ones apart when ep > 1.
@@ -119,10 +151,11 @@ def _buckets(
     sizes: dict[str, int] = {}
     dtypes: dict[str, str] = {}
     counts = {"dense": 0, "expert": 0, "late": 0}
+    cuts = coords_cut(coords, "tp"), coords_cut(coords, "etp")
     for name in reversed(list(names)):
-        entry = family.trainer_entry(name, shape)
-        padded = _round_up(shape.vocab, vocab_multiple * coords["tp_size"]) if entry.rule == "vocab" else 0
-        local = place_trainer_param(entry, coords, padded).shape
+        entry = patterns.trainer_entry(name)
+        padded = _round_up(vocab, vocab_multiple * coords["tp_size"]) if entry.rule == "vocab" else 0
+        local = patterns.trainer(name, *cuts, padded)[0].shape
         group = "expert" if entry.kind == "expert" and coords["ep_size"] > 1 else "dense"
         group = "late" if entry.kind == "late" else group
         buffer = f"{group}{counts[group]}"
@@ -158,18 +191,22 @@ def _owned(buffers: Iterable[BufferSpec], coords: dict[str, int]) -> dict[str, t
     return owned
 
 
-def _engine_layout(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, rank: int) -> RankLayout:
-    coords = engine_coords(mesh, rank)
-    params, unused = engine_params(family, shape, mesh, coords)
-    return engine_rank_layout(
-        family, shape, rank=rank, world_size=mesh.world_size, coords=coords, params=params, unused=unused
-    )
-
-
 def engine_params(
-    family: Names[ShapeT], shape: ShapeT, mesh: Mesh, coords: Mapping[str, int]
+    family: Names[ShapeT],
+    shape: ShapeT,
+    mesh: Mesh,
+    coords: Mapping[str, int],
+    *,
+    names: Sequence[str] | None = None,
+    patterns: Patterns[ShapeT] | None = None,
 ) -> tuple[list[EngineParam], list[str]]:
-    """All live parameters of the vLLM rank at `coords`, and the names of those that no step of it reads."""
+    """All live parameters of the vLLM rank at `coords`, and the names of those that no step of it reads.
+
+    `names` inside layers, and `patterns`, are shared by whoever asks for many ranks.
+    """
+    patterns = patterns or Patterns(family, shape)
+    if names is None:
+        names = tuple(family.engine_names(shape, engine_stage_layers(mesh, shape.num_layers, coords["pp"])))
     outer = family.outer_names("engine", shape)
     first, last = coords["pp"] == 0, coords["pp"] == mesh.pp - 1
     # A tied head is the embedding itself on a lone stage.
@@ -180,13 +217,12 @@ def engine_params(
     outer = {kind: name for kind, name in outer.items() if kind not in idle or kind in spares}
     experts = local_experts(shape.num_experts, mesh.ep, coords["ep"])
     padded = _round_up(_round_up(shape.vocab, VLLM_VOCAB_MULTIPLE), mesh.tp)
-    layers = engine_stage_layers(mesh, shape.num_layers, coords["pp"])
     params = []
-    for name in (*outer.values(), *family.engine_names(shape, layers)):
-        slots = experts if family.engine_stacks_experts(name) else None
-        placed = place_engine_param(family, shape, name, coords, slots, padded)
-        dtype = family.engine_entry(name, shape, None if slots is None else slots[0]).dtype
-        params.append(EngineParam(name, placed.shape, dtype, slots))
+    for name in (*outer.values(), *names):
+        slots = experts if patterns.stacks_experts(name) else None
+        pattern, _ = place_engine_param(patterns, name, coords, slots, padded)
+        dtype = patterns.engine_entry(name, None if slots is None else slots[0]).dtype
+        params.append(EngineParam(name, pattern.shape, dtype, slots))
     return params, [name for kind, name in outer.items() if kind in idle]
 
 

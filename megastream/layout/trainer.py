@@ -11,7 +11,8 @@ from megastream.layout.box import Box
 from megastream.layout.mesh import coords_cut
 from megastream.layout.naming import Entry, Names
 from megastream.layout.pack import flat_boxes
-from megastream.layout.rules import RULES, Fused, Placed, region_shard
+from megastream.layout.pattern import Pattern, Patterns
+from megastream.layout.rules import RULES, Cut, Fused, Placed
 from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
 
 Ownership = Literal["replica", "slice"]
@@ -46,12 +47,14 @@ def trainer_rank_layout(
     buffers: Sequence[BufferSpec],
     ownership: Ownership = "replica",
     owned: Mapping[str, tuple[int, int]] | None = None,
+    patterns: Patterns[ShapeT] | None = None,
 ) -> RankLayout:
     """What one trainer rank holds. `coords` has every axis and its size: tp, tp_size, etp, etp_size, pp, ep, ...
 
     `buffers` come in the order in which they become final; the plan emits in that order. With ownership `slice`,
     `owned` gives per buffer the flat range [start, stop) that this rank steps; buffers without a range hold nothing.
-    ValueError names a parameter without a rule, of the wrong shape, outside its buffer, or given twice.
+    ValueError names a parameter without a rule, of the wrong shape, outside its buffer, or given twice. `patterns`:
+    whoever describes several ranks of this model shares them.
     """
     if ownership == "slice" and owned is None:
         raise ValueError(f"trainer rank {rank}: ownership slice needs the owned range of every buffer")
@@ -60,19 +63,19 @@ def trainer_rank_layout(
     tensors: dict[str, TensorSpec] = {}
     shards: list[Shard] = []
     seen: set[str] = set()
+    patterns = patterns or Patterns(family, shape)
+    cuts = coords_cut(coords, "tp"), coords_cut(coords, "etp")
     for param in params:
         if param.name in seen:
             raise ValueError(f"trainer rank {rank}: parameter {param.name} is given twice")
         seen.add(param.name)
-        placed = _place(family.trainer_entry(param.name, shape), param, coords, rank)
+        pattern, specs_of = _place(patterns, param, cuts, rank)
         _check_inside(param, specs, rank)
-        window = _window(param, placed.grid, windows)
-        for region in placed.regions:
-            tensors[region.tensor.name] = region.tensor
-            parts = [region] if window is None else [region.within(box) for box in window]
-            for part in parts:
-                if part is not None:
-                    shards.append(region_shard(part, placed.grid, rank=rank, buffer=param.buffer, base=param.offset))
+        for part in pattern.parts:
+            tensors[specs_of[part.index].name] = specs_of[part.index]
+        window = _window(param, pattern.grid, windows)
+        kept = pattern if window is None else pattern.inside(window)
+        shards += kept.shards(specs_of, rank=rank, buffer=param.buffer, base=param.offset)
     return RankLayout(
         side="trainer",
         rank=rank,
@@ -91,12 +94,16 @@ def place_trainer_param(entry: Entry, coords: Mapping[str, int], padded_rows: in
     return RULES[entry.rule](Fused(entry.tensors, entry.head_dim, padded_rows, entry.expert), cut)
 
 
-def _place(entry: Entry, param: TrainerParam, coords: Mapping[str, int], rank: int) -> Placed:
-    padded = param.shape[0] * coords_cut(coords, "tp").size if entry.rule in ("vocab", "latent") else 0
-    placed = place_trainer_param(entry, coords, padded)
-    if placed.shape != param.shape:
-        raise ValueError(f"trainer rank {rank}: {param.name} has shape {param.shape}, the table gives {placed.shape}")
-    return placed
+def _place(
+    patterns: Patterns[ShapeT], param: TrainerParam, cuts: tuple[Cut, Cut], rank: int
+) -> tuple[Pattern, Sequence[TensorSpec]]:
+    padded = 0
+    if patterns.trainer_entry(param.name).rule in ("vocab", "latent"):
+        padded = param.shape[0] * cuts[0].size
+    pattern, tensors = patterns.trainer(param.name, *cuts, padded)
+    if pattern.shape != param.shape:
+        raise ValueError(f"trainer rank {rank}: {param.name} has shape {param.shape}, the table gives {pattern.shape}")
+    return pattern, tensors
 
 
 def _check_inside(param: TrainerParam, buffers: Mapping[str, BufferSpec], rank: int) -> None:

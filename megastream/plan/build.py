@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Protocol
+
+import numpy as np
 
 from megastream.families.types import Place
 from megastream.layout.shard import RankLayout
 from megastream.plan.check import check_layouts
-from megastream.plan.coverage import prove_coverage
+from megastream.plan.coverage import prove
 from megastream.plan.digest import plan_digest
+from megastream.plan.pieces import PieceTable
 from megastream.plan.reshard import reshard
 from megastream.plan.schedule import schedule
-from megastream.plan.types import Piece, Plan
-from megastream.plan.unit import Units, unit_order
+from megastream.plan.types import Plan
+from megastream.plan.unit import Units
 
 
 class Places(Protocol):
@@ -44,12 +46,11 @@ def build_plan(
     """
     trainer = sorted(trainer, key=lambda layout: layout.rank)
     engine = sorted(engine, key=lambda layout: layout.rank)
-    place_of = lru_cache(maxsize=None)(family.place)
-    check_layouts(trainer, engine, place_of)
-    units = Units(trainer, place_of, experts_per_unit)
-    moves = reshard(trainer, engine, units, place_of)
-    pieces = schedule(moves, trainer, engine, piece_bytes)
-    prove_coverage(pieces, trainer, engine)
+    both = check_layouts(trainer, engine, family.place)
+    places = [family.place(spec.name) for spec in both.tensors]
+    moves = reshard(both, Units(both, places, experts_per_unit), places)
+    pieces = schedule(moves, both, piece_bytes)
+    prove(pieces)
     options: dict[str, str | int] = {
         "family": family.name,
         "kind": kind,
@@ -57,29 +58,30 @@ def build_plan(
         "experts_per_unit": experts_per_unit,
         "finality": finality,
     }
+    used = set(pieces.unit.tolist())
     return Plan(
-        digest=plan_digest(trainer, engine, pieces, options),
+        digest=plan_digest(pieces, options),
         kind=kind,
         num_trainer_ranks=len(trainer),
         num_engine_ranks=len(engine),
         pieces=pieces,
-        units=tuple(str(unit) for unit in sorted({move.unit for move in moves}, key=unit_order)),
+        units=tuple(unit for number, unit in enumerate(pieces.units) if number in used),
         elements=_elements(pieces),
         tensors=_num_tensors(pieces, len(engine)),
         unused={layout.rank: layout.unused for layout in engine},
     )
 
 
-def _elements(pieces: Sequence[Piece]) -> dict[tuple[str, int], int]:
-    elements: dict[tuple[str, int], int] = {}
-    for piece in pieces:
-        key = piece.unit, piece.target
-        elements[key] = elements.get(key, 0) + piece.num_elements
-    return elements
+def _elements(pieces: PieceTable) -> dict[tuple[str, int], int]:
+    num_targets = len(pieces.tables.target.layouts)
+    keys, inverse = np.unique(pieces.unit * num_targets + pieces.target, return_inverse=True)
+    sums = np.bincount(inverse, pieces.num_elements).astype(np.int64)
+    return {
+        (pieces.units[key // num_targets], key % num_targets): elements
+        for key, elements in zip(keys.tolist(), sums.tolist(), strict=True)
+    }
 
 
-def _num_tensors(pieces: Sequence[Piece], num_ranks: int) -> dict[int, int]:
-    written: dict[int, set[str]] = {rank: set() for rank in range(num_ranks)}
-    for piece in pieces:
-        written[piece.target].update(copy.target_buffer for copy in piece.copies)
-    return {rank: len(names) for rank, names in written.items()}
+def _num_tensors(pieces: PieceTable, num_ranks: int) -> dict[int, int]:
+    written = pieces.tables.target.buffer_rank[np.unique(pieces.copies.target_buffer)]
+    return dict(enumerate(np.bincount(written, minlength=num_ranks).tolist()))

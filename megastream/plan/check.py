@@ -1,8 +1,12 @@
-"""Refuses layouts that cannot be joined, before anything is planned. Every message names the tensor and the rank."""
+"""Refuses layouts that cannot be joined, before anything is planned. Every message names the tensor and the rank.
+
+What holds of numbers is asked of all shards at once; only the shard that breaks it is looked at by itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from math import prod
 
 import numpy as np
@@ -10,25 +14,32 @@ import numpy.typing as npt
 
 from megastream.layout.box import Box
 from megastream.layout.pack import item_bytes
-from megastream.layout.shard import BufferSpec, RankLayout, Shard, Side, TensorSpec
+from megastream.layout.shard import RankLayout, Shard, Side, TensorSpec
+from megastream.plan.table import Ints, ShardTable, Tables, runs, tables
 from megastream.plan.types import Transform
 from megastream.plan.unit import PlaceOf, stage_of
 
 # Casts at the source that keep a model's meaning: to the engine's narrower type, or to one that holds every value.
 CASTS = frozenset({("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"), ("float16", "float32")})
 
+MAX_ELEMENTS = 1 << 50
+"""Of a tensor; far above any there is, and low enough that no sum over a plan leaves 64 bits."""
 
-def check_layouts(trainer: Sequence[RankLayout], engine: Sequence[RankLayout], place_of: PlaceOf) -> None:
-    """ValueError for the first thing wrong: ranks missing, tensors that only one side has, shapes that differ,
-    shards given twice or outside their tensor or buffer, tensors that the engine ranks do not cover."""
+
+def check_layouts(trainer: Sequence[RankLayout], engine: Sequence[RankLayout], place_of: PlaceOf) -> Tables:
+    """Both sides as columns. ValueError for the first thing wrong: ranks missing, tensors that only one side has,
+    shapes that differ, shards given twice or outside their tensor or buffer, tensors that the engine ranks do not
+    cover."""
     sides = _check_side(trainer, "trainer"), _check_side(engine, "engine")
     _check_stages(trainer, place_of)
     _check_names(*sides)
-    for layout in trainer:
-        _check_duplicates(layout)
-    _check_engine_covers(engine, sides[1])
-    for layout in engine:
-        _check_buffers(layout, place_of)
+    both = tables(trainer, engine, sides[1].values())
+    _check_shards(both, both.source)
+    _check_shards(both, both.target)
+    _check_duplicates(both)
+    _check_engine_covers(both)
+    _check_buffers(both, place_of)
+    return both
 
 
 def transform_between(tensor: str, source: str, target: str) -> Transform:
@@ -53,39 +64,20 @@ def _check_side(layouts: Sequence[RankLayout], side: Side) -> dict[str, TensorSp
             raise ValueError(f"layout of {layout.side} rank {layout.rank} was given as one of the {side}")
         for spec in layout.tensors:
             known = specs.setdefault(spec.name, spec)
-            if known.shape != spec.shape:
+            if known is not spec and known.shape != spec.shape:
                 raise ValueError(f"{spec.name}: {side} rank {layout.rank} says {spec.shape}, another {known.shape}")
-        buffers = _unique_buffers(layout)
-        for shard in layout.shards:
-            _check_shard(shard, layout, specs, buffers)
+        _check_unique_buffers(layout)
+    for spec in specs.values():
+        if prod(spec.shape) > MAX_ELEMENTS:
+            raise ValueError(f"{spec.name}: shape {spec.shape} is more than {MAX_ELEMENTS} elements")
     return specs
 
 
-def _unique_buffers(layout: RankLayout) -> dict[str, BufferSpec]:
-    buffers: dict[str, BufferSpec] = {}
-    for spec in layout.buffers:
-        if spec.name in buffers:
-            raise ValueError(f"{layout.side} rank {layout.rank} describes buffer {spec.name} twice")
-        buffers[spec.name] = spec
-    return buffers
-
-
-def _check_shard(
-    shard: Shard, layout: RankLayout, specs: dict[str, TensorSpec], buffers: dict[str, BufferSpec]
-) -> None:
-    where = f"{shard.tensor}: shard on {layout.side} rank {layout.rank}"
-    if shard.tensor not in specs or shard.buffer not in buffers or shard.rank != layout.rank:
-        raise ValueError(f"{where} refers to a tensor, buffer {shard.buffer} or rank that its layout does not describe")
-    shape = specs[shard.tensor].shape
-    if len(shape) != len(shard.box.hi) or any(hi > size for hi, size in zip(shard.box.hi, shape, strict=True)):
-        raise ValueError(f"{where} covers {shard.box.lo} to {shard.box.hi}, the tensor has shape {shape}")
-    if len(shard.strides) != len(shape) or min(shard.strides, default=1) < 1:
-        raise ValueError(f"{where} has strides {shard.strides}; each of its {len(shape)} dims needs one of at least 1")
-    size = buffers[shard.buffer].num_elements
-    if shard.offset < 0:
-        raise ValueError(f"{where} starts at element {shard.offset} of buffer {shard.buffer}, which begins at 0")
-    if _last(shard) >= size:
-        raise ValueError(f"{where} reaches element {_last(shard)} of buffer {shard.buffer}, which has {size}")
+def _check_unique_buffers(layout: RankLayout) -> None:
+    names = [spec.name for spec in layout.buffers]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{layout.side} rank {layout.rank} describes buffer {twice} twice")
 
 
 def _check_names(trainer: dict[str, TensorSpec], engine: dict[str, TensorSpec]) -> None:
@@ -101,44 +93,98 @@ def _check_names(trainer: dict[str, TensorSpec], engine: dict[str, TensorSpec]) 
             raise ValueError(f"{name}: the trainer says {trainer[name].shape}, the engine {spec.shape}")
 
 
-def _check_duplicates(layout: RankLayout) -> None:
-    seen: set[tuple[str, Box]] = set()
-    for shard in layout.shards:
-        if (shard.tensor, shard.box) in seen:
-            raise ValueError(
-                f"{shard.tensor}: trainer rank {layout.rank} holds {shard.box.lo} to {shard.box.hi} twice; "
-                "two parameters map to the same tensor"
-            )
-        seen.add((shard.tensor, shard.box))
+def _check_shards(both: Tables, side: ShardTable) -> None:
+    """Every shard lies inside a described tensor and a described buffer."""
+    geometry, dims = both.geometry, np.array([len(box.lo) for box in both.geometry.boxes], dtype=np.int64)
+    step_dims = np.array([len(strides) for strides in geometry.strides], dtype=np.int64)
+    steps = geometry.steps[side.strides]
+    # As floats, because numbers from a wire may leave 64 bits here; below 2**53 they are exact.
+    reach = (geometry.hi - geometry.lo - 1)[side.box].astype(float) * steps
+    last = side.offset + reach.sum(axis=1)
+    bad: npt.NDArray[np.bool_] = (side.tensor < 0) | (side.buffer < 0)
+    bad |= np.fromiter((shard.rank for shard in side.shards), np.int64, len(side.shards)) != side.rank
+    bad |= (dims[side.box] != both.num_dims[side.tensor]) | (step_dims[side.strides] != dims[side.box])
+    bad |= (geometry.hi[side.box] > both.shape[side.tensor]).any(axis=1) | (steps < 1).any(axis=1)
+    bad |= (side.offset < 0) | (last >= side.buffer_size[side.buffer])
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        layout = next(layout for layout in side.layouts if layout.rank == side.rank[row])
+        spec = both.tensors[side.tensor[row]] if side.tensor[row] >= 0 else None
+        raise ValueError(_fault(side.shards[row], layout, spec))
+
+
+def _fault(shard: Shard, layout: RankLayout, spec: TensorSpec | None) -> str:
+    """What is wrong with a shard."""
+    where = f"{shard.tensor}: shard on {layout.side} rank {layout.rank}"
+    buffers = {buffer.name: buffer for buffer in layout.buffers}
+    if spec is None or shard.buffer not in buffers or shard.rank != layout.rank:
+        return f"{where} refers to a tensor, buffer {shard.buffer} or rank that its layout does not describe"
+    shape = spec.shape
+    if len(shape) != len(shard.box.hi) or any(hi > size for hi, size in zip(shard.box.hi, shape, strict=True)):
+        return f"{where} covers {shard.box.lo} to {shard.box.hi}, the tensor has shape {shape}"
+    if len(shard.strides) != len(shape) or min(shard.strides, default=1) < 1:
+        return f"{where} has strides {shard.strides}; each of its {len(shape)} dims needs one of at least 1"
+    if shard.offset < 0:
+        return f"{where} starts at element {shard.offset} of buffer {shard.buffer}, which begins at 0"
+    return (
+        f"{where} reaches element {_last(shard)} of buffer {shard.buffer}, which has "
+        f"{buffers[shard.buffer].num_elements}"
+    )
+
+
+def _check_duplicates(both: Tables) -> None:
+    side = both.source
+    keys = (side.rank * len(both.tensors) + side.tensor) * len(both.geometry.boxes) + side.box
+    order = np.argsort(keys, kind="stable")
+    twice = np.flatnonzero(keys[order][1:] == keys[order][:-1])
+    if len(twice):
+        shard = side.shards[order[1:][twice].min()]
+        raise ValueError(
+            f"{shard.tensor}: trainer rank {shard.rank} holds {shard.box.lo} to {shard.box.hi} twice; "
+            "two parameters map to the same tensor"
+        )
 
 
 def _check_stages(trainer: Sequence[RankLayout], place_of: PlaceOf) -> None:
     """A layer lives on one stage. Two stages claiming it means that names carry local layer indices."""
-    stages: dict[str, int] = {}
+    held: dict[int, dict[str, None]] = {}
     for layout in trainer:
-        for spec in layout.tensors:
-            stage = stages.setdefault(spec.name, stage_of(layout))
-            if stage != stage_of(layout) and place_of(spec.name).layer is not None:
+        held.setdefault(stage_of(layout), {}).update(dict.fromkeys(spec.name for spec in layout.tensors))
+    for (one, names), (other, others) in combinations(sorted(held.items()), 2):
+        for name in names.keys() & others.keys():
+            if place_of(name).layer is not None:
+                first = next(each for each in names if each in others and place_of(each).layer is not None)
                 raise ValueError(
-                    f"{spec.name}: trainer stages {stage} and {stage_of(layout)} both hold it; "
+                    f"{first}: trainer stages {one} and {other} both hold it; "
                     "parameter names must carry global layer indices"
                 )
 
 
-def _check_buffers(layout: RankLayout, place_of: PlaceOf) -> None:
+def _check_buffers(both: Tables, place_of: PlaceOf) -> None:
     """Shards fill an engine buffer without overlap, and whole; only vocabulary rows are padded."""
-    shards: dict[str, list[Shard]] = {buffer.name: [] for buffer in layout.buffers}
-    for shard in layout.shards:
-        shards[shard.buffer].append(shard)
-    for buffer in layout.buffers:
-        where = f"{buffer.name} on engine rank {layout.rank}"
-        clash = overlap(shards[buffer.name])
+    side, geometry = both.target, both.geometry
+    extents = geometry.hi - geometry.lo
+    shape = np.concatenate((side.offset[:, None], extents[side.box], geometry.steps[side.strides]), axis=1)
+    order = np.lexsort((side.offset, side.buffer))
+    fine: set[bytes] = set()  # ways to lie in a buffer that are known to be without overlap
+    for start, length in zip(*map(Ints.tolist, runs(side.buffer[order])), strict=True):
+        rows = order[start : start + length]
+        key = shape[rows].tobytes()
+        if key in fine:
+            continue
+        clash = overlap([side.shards[row] for row in rows])
         if clash is not None:
+            where = f"{clash[0].buffer} on engine rank {clash[0].rank}"
             raise ValueError(f"{where}: the shard of {clash[1].tensor} overlaps that of {clash[0].tensor}")
-        filled = sum(shard.box.volume for shard in shards[buffer.name])
-        padded = all(place_of(shard.tensor).kind in ("embed", "head") for shard in shards[buffer.name])
-        if filled != buffer.num_elements and not padded:
-            raise ValueError(f"{where} has {buffer.num_elements} elements, its shards fill {filled}")
+        fine.add(key)
+    filled = np.bincount(side.buffer, geometry.volume[side.box], len(side.buffers)).astype(np.int64)
+    for number in np.flatnonzero(filled != side.buffer_size).tolist():
+        rows = np.flatnonzero(side.buffer == number)
+        if not all(place_of(side.shards[row].tensor).kind in ("embed", "head") for row in rows):
+            raise ValueError(
+                f"{side.buffers[number].name} on engine rank {side.buffer_rank[number]} has "
+                f"{side.buffer_size[number]} elements, its shards fill {filled[number]}"
+            )
 
 
 def overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
@@ -158,22 +204,36 @@ def _last(shard: Shard) -> int:
     return shard.offset + sum((n - 1) * stride for n, stride in zip(shard.box.shape, shard.strides, strict=True))
 
 
-def _elements(shard: Shard) -> npt.NDArray[np.int64]:
+def _elements(shard: Shard) -> Ints:
     steps = [np.arange(n) * stride for n, stride in zip(shard.box.shape, shard.strides, strict=True)]
     return (shard.offset + sum(np.ix_(*steps), start=np.int64(0))).ravel()
 
 
-def _check_engine_covers(engine: Sequence[RankLayout], specs: dict[str, TensorSpec]) -> None:
-    boxes: dict[str, set[Box]] = {name: set() for name in specs}
-    for layout in engine:
-        for shard in layout.shards:
-            boxes[shard.tensor].add(shard.box)
-    for name, spec in specs.items():
-        rest: list[Box] = []
-        if sum(box.volume for box in boxes[name]) != prod(spec.shape) or len(boxes[name]) > 1:
-            rest = [Box.full(spec.shape)]
-            for box in boxes[name]:
-                rest = [left for part in rest for left in part.subtract(box)]
-        if rest:
-            missing = sum(box.volume for box in rest)
-            raise ValueError(f"{name}: the engine ranks hold all but {missing} of {prod(spec.shape)} elements")
+def _check_engine_covers(both: Tables) -> None:
+    """The engine ranks together hold every element; tensors that are cut alike are counted once."""
+    side, num_boxes = both.target, len(both.geometry.boxes)
+    keys = np.unique(side.tensor * num_boxes + side.box)
+    tensors, boxes = keys // num_boxes, keys % num_boxes
+    missing: dict[tuple[tuple[int, ...], bytes], int] = {}
+    held = set(tensors.tolist())
+    for start, length in zip(*map(Ints.tolist, runs(tensors)), strict=True):
+        spec = both.tensors[tensors[start]]
+        cut = spec.shape, boxes[start : start + length].tobytes()
+        if cut not in missing:
+            missing[cut] = _uncovered(spec.shape, [both.geometry.boxes[box] for box in boxes[start : start + length]])
+        if missing[cut]:
+            _refuse_hole(spec, missing[cut])
+    for number, spec in enumerate(both.tensors):
+        if number not in held:
+            _refuse_hole(spec, prod(spec.shape))
+
+
+def _uncovered(shape: tuple[int, ...], boxes: Sequence[Box]) -> int:
+    rest = [Box.full(shape)]
+    for box in boxes:
+        rest = [left for part in rest for left in part.subtract(box)]
+    return sum(box.volume for box in rest)
+
+
+def _refuse_hole(spec: TensorSpec, missing: int) -> None:
+    raise ValueError(f"{spec.name}: the engine ranks hold all but {missing} of {prod(spec.shape)} elements")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megastream.layout.pack import item_bytes
 from megastream.layout.shard import RankLayout
 from megastream.plan.types import Plan
@@ -24,7 +26,19 @@ class PlanCost:
     by_link: dict[tuple[int, int], int]
     by_source: dict[int, int]
     by_target: dict[int, int]
+    pieces_by_source: dict[int, int]
+    pieces_by_target: dict[int, int]
     largest_piece_bytes: int
+
+    @property
+    def busiest_source(self) -> int:
+        """The trainer rank that sends most; the lowest of several."""
+        return max(self.by_source, key=lambda rank: (self.by_source[rank], -rank))
+
+    @property
+    def busiest_target(self) -> int:
+        """The engine rank that receives most; the lowest of several."""
+        return max(self.by_target, key=lambda rank: (self.by_target[rank], -rank))
 
     @property
     def balance(self) -> float:
@@ -38,23 +52,24 @@ class PlanCost:
 
 def plan_cost(plan: Plan, engine: Sequence[RankLayout]) -> PlanCost:
     """Sums over the plan's pieces; the floor comes from the engine's layouts alone."""
-    by_link: dict[tuple[int, int], int] = {}
-    by_source = dict.fromkeys(range(plan.num_trainer_ranks), 0)
-    by_target = dict.fromkeys(range(plan.num_engine_ranks), 0)
-    for piece in plan.pieces:
-        link = piece.source, piece.target
-        by_link[link] = by_link.get(link, 0) + piece.num_bytes
-        by_source[piece.source] += piece.num_bytes
-        by_target[piece.target] += piece.num_bytes
+    pieces, num_targets = plan.pieces, plan.num_engine_ranks
+    links, inverse = np.unique(pieces.source * num_targets + pieces.target, return_inverse=True)
+    by_link = np.bincount(inverse, pieces.num_bytes).astype(np.int64).tolist()
+    by_source, by_target = (
+        np.bincount(ranks, pieces.num_bytes, num).astype(np.int64).tolist()
+        for ranks, num in ((pieces.source, plan.num_trainer_ranks), (pieces.target, num_targets))
+    )
     return PlanCost(
-        pieces=len(plan.pieces),
-        copies=sum(len(piece.copies) for piece in plan.pieces),
+        pieces=len(pieces),
+        copies=int(pieces.num_copies.sum()),
         payload_bytes=plan.payload_bytes,
         floor_bytes=floor_bytes(engine),
-        by_link=dict(sorted(by_link.items())),
-        by_source=by_source,
-        by_target=by_target,
-        largest_piece_bytes=max((piece.num_bytes for piece in plan.pieces), default=0),
+        by_link={divmod(link, num_targets): size for link, size in zip(links.tolist(), by_link, strict=True)},
+        by_source=dict(enumerate(by_source)),
+        by_target=dict(enumerate(by_target)),
+        pieces_by_source=dict(enumerate(np.bincount(pieces.source, minlength=plan.num_trainer_ranks).tolist())),
+        pieces_by_target=dict(enumerate(np.bincount(pieces.target, minlength=num_targets).tolist())),
+        largest_piece_bytes=int(pieces.num_bytes.max(initial=0)),
     )
 
 

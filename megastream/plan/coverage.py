@@ -1,19 +1,22 @@
 """The proof that a plan writes every target element exactly once, from the right place.
 
 It reads finished pieces and the two layouts only: offsets are turned back into tensor coordinates on both sides, so
-that a fault in joining, choosing, cutting or ordering shows here, by name, before a byte moves.
+that a fault in joining, choosing, cutting or ordering shows here, by name, before a byte moves. Every copy is followed;
+only the question whether the boxes written to one shard are disjoint is asked once for shards that are cut alike.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+import numpy as np
 
 from megastream.layout.box import Box
 from megastream.layout.shard import RankLayout, Shard
-from megastream.plan.types import Copy, Piece
-
-_Shards = dict[tuple[int, str, str], list[Shard]]
+from megastream.plan.pieces import PieceTable, piece_table
+from megastream.plan.table import Ints, ShardTable, Tables, runs, tables
+from megastream.plan.types import Piece
 
 
 class CoverageError(ValueError):
@@ -21,79 +24,140 @@ class CoverageError(ValueError):
 
 
 def prove_coverage(pieces: Iterable[Piece], trainer: Sequence[RankLayout], engine: Sequence[RankLayout]) -> None:
+    """`prove` for pieces that are listed one by one."""
+    specs = {spec.name: spec for layout in (*trainer, *engine) for spec in layout.tensors}
+    by_rank = attrgetter("rank")
+    both = tables(sorted(trainer, key=by_rank), sorted(engine, key=by_rank), specs.values())
+    prove(piece_table(pieces, both))
+
+
+def prove(pieces: PieceTable) -> None:
     """CoverageError names the tensor, the rank and both numbers of the first fault."""
-    sources, targets = _by_place(trainer), _by_place(engine)
-    written: dict[int, list[Box]] = {id(shard): [] for layout in engine for shard in layout.shards}
-    for piece in pieces:
-        for copy in piece.copies:
-            here = piece.source, piece.source_buffer, copy.tensor
-            there = piece.target, copy.target_buffer, copy.tensor
-            _, source = _locate(copy, copy.source_offset, copy.source_strides, sources.get(here, []), "trainer", piece)
-            shard, box = _locate(copy, copy.target_offset, copy.target_strides, targets.get(there, []), "engine", piece)
-            if source != box:
-                raise CoverageError(
-                    f"{copy.tensor}: piece {piece.seq} takes {source.lo} to {source.hi} from trainer rank "
-                    f"{piece.source} and writes it as {box.lo} to {box.hi} on engine rank {piece.target}"
-                )
-            written[id(shard)].append(box)
-    for layout in engine:
-        for shard in layout.shards:
-            _check_exactly_once(shard, written[id(shard)])
-
-
-def _by_place(layouts: Sequence[RankLayout]) -> _Shards:
-    shards: _Shards = {}
-    for layout in layouts:
-        for shard in layout.shards:
-            shards.setdefault((layout.rank, shard.buffer, shard.tensor), []).append(shard)
-    for group in shards.values():
-        group.sort(key=lambda shard: shard.offset)
-    return shards
+    both, copies = pieces.tables, pieces.copies
+    piece = np.repeat(np.arange(len(pieces)), pieces.num_copies)
+    source, source_lo = _locate(
+        both,
+        both.source,
+        pieces.buffer[piece],
+        copies.tensor,
+        copies.shape,
+        copies.source_offset,
+        copies.source_strides,
+    )
+    target, target_lo = _locate(
+        both,
+        both.target,
+        copies.target_buffer,
+        copies.tensor,
+        copies.shape,
+        copies.target_offset,
+        copies.target_strides,
+    )
+    target = np.where(both.target.buffer_rank[copies.target_buffer] == pieces.target[piece], target, -1)
+    wrong = (source < 0) | (target < 0) | (source_lo != target_lo).any(axis=1)
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        _refuse(pieces, row, int(piece[row]), (int(source[row]), int(target[row])), (source_lo[row], target_lo[row]))
+    _check_exactly_once(both, target, target_lo, target_lo + copies.shape)
 
 
 def _locate(
-    copy: Copy, offset: int, strides: tuple[int, ...], shards: list[Shard], side: str, piece: Piece
-) -> tuple[Shard, Box]:
-    """The shard that holds a copy on one side, and the copy's box in tensor coordinates."""
-    index = bisect_right(shards, offset, key=lambda shard: shard.offset)
-    for shard in reversed(shards[:index]):
-        lo = _coordinates(shard, offset)
-        if lo is None or strides != shard.strides:
-            continue
-        hi = tuple(a + n for a, n in zip(lo, copy.shape, strict=True))
-        if all(a <= b for a, b in zip(hi, shard.box.hi, strict=True)):
-            return shard, Box(lo, hi)
-    rank = piece.source if side == "trainer" else piece.target
+    both: Tables, side: ShardTable, buffer: Ints, tensor: Ints, shape: Ints, offset: Ints, strides: Ints
+) -> tuple[Ints, Ints]:
+    """The shard that holds each copy on one side (-1: none), and the tensor coordinates of its first element.
+
+    Several shards of a tensor may lie in one buffer; a copy is looked for in those that begin before it, from behind.
+    """
+    num_tensors = len(both.tensors)
+    order = np.lexsort((side.offset, side.buffer * num_tensors + side.tensor))
+    place = (side.buffer * num_tensors + side.tensor)[order]
+    wanted = np.where((buffer < 0) | (tensor < 0), -1, buffer * num_tensors + tensor)
+    start = np.searchsorted(place, wanted)
+    # The last shard of the place that begins at or before the copy: offsets count within places.
+    base = int(max(side.offset.max(initial=0), offset.max(initial=0))) + 2
+    ordinal = np.cumsum(np.append(0, place[1:] != place[:-1])) if len(place) else place
+    known = np.where((start < len(place)) & (place[np.minimum(start, len(place) - 1)] == wanted), start, -1)
+    rank = np.where(known >= 0, ordinal[known], -1)
+    at = np.searchsorted(ordinal * base + side.offset[order], rank * base + offset, side="right") - 1
+    found, lo = np.full(len(wanted), -1, dtype=np.int64), np.zeros_like(shape)
+    open_rows = np.flatnonzero((known >= 0) & (at >= known))
+    while len(open_rows):
+        rows = order[at[open_rows]]
+        coordinates, fits = _coordinates(both, side, rows, offset[open_rows], shape[open_rows])
+        fits &= strides[open_rows] == side.strides[rows]
+        hits = open_rows[fits]
+        found[hits], lo[hits] = rows[fits], coordinates[fits]
+        at[open_rows] -= 1
+        open_rows = open_rows[~fits]
+        open_rows = open_rows[at[open_rows] >= known[open_rows]]
+    return found, lo
+
+
+def _coordinates(both: Tables, side: ShardTable, rows: Ints, offset: Ints, shape: Ints) -> tuple[Ints, Ints]:
+    """Tensor coordinates of a buffer element in each shard, and whether a copy of `shape` from there lies in it."""
+    geometry = both.geometry
+    steps, lo, hi = (
+        part for part in (geometry.steps[side.strides[rows]], geometry.lo[side.box[rows]], geometry.hi[side.box[rows]])
+    )
+    extent = hi - lo
+    # The longest stride first; of equal ones that of a dim with more than one element.
+    order = np.lexsort((-extent, -steps), axis=1)
+    rest, place = offset - side.offset[rows], np.zeros_like(lo)
+    index = np.arange(len(rows))
+    for position in range(order.shape[1]):
+        dim = order[:, position]
+        place[index, dim], rest = np.divmod(rest, steps[index, dim])
+    fits = (rest == 0) & (place >= 0).all(axis=1) & (place + shape <= extent).all(axis=1)
+    return lo + place, fits
+
+
+def _refuse(pieces: PieceTable, row: int, seq: int, shards: tuple[int, int], corners: tuple[Ints, Ints]) -> None:
+    (copy_at, piece) = row - int(pieces.first[seq]), pieces[seq]
+    copy = piece.copies[copy_at]
+    for side, rank, shard, offset in (
+        ("trainer", piece.source, shards[0], copy.source_offset),
+        ("engine", piece.target, shards[1], copy.target_offset),
+    ):
+        if shard < 0:
+            raise CoverageError(
+                f"{copy.tensor}: piece {seq} touches {copy.shape} elements at {offset}, "
+                f"where {side} rank {rank} has none of that tensor"
+            )
+    (a, b), dims = (tuple(corner.tolist()) for corner in corners), len(copy.shape)
+    ends = [tuple(x + n for x, n in zip(corner, copy.shape, strict=False)) for corner in (a, b)]
     raise CoverageError(
-        f"{copy.tensor}: piece {piece.seq} touches {copy.shape} elements at {offset}, "
-        f"where {side} rank {rank} has none of that tensor"
+        f"{copy.tensor}: piece {seq} takes {a[:dims]} to {ends[0]} from trainer rank "
+        f"{piece.source} and writes it as {b[:dims]} to {ends[1]} on engine rank {piece.target}"
     )
 
 
-def _coordinates(shard: Shard, offset: int) -> tuple[int, ...] | None:
-    """Tensor coordinates of a buffer element, or None when it is not the shard's."""
-    rest = offset - shard.offset
-    place = list(shard.box.lo)
-    for dim in sorted(range(len(place)), key=lambda dim: -shard.strides[dim]):
-        step, rest = divmod(rest, shard.strides[dim])
-        if step >= shard.box.shape[dim]:
-            return None
-        place[dim] += step
-    return tuple(place) if rest == 0 else None
-
-
-def _check_exactly_once(shard: Shard, boxes: list[Box]) -> None:
+def _check_exactly_once(both: Tables, shard: Ints, lo: Ints, hi: Ints) -> None:
     """Disjoint boxes inside the shard whose volumes add up to it cover it exactly once."""
+    side, size = both.target, both.geometry.volume[both.target.box]
+    order = np.lexsort((*lo.T[::-1], shard))
+    start, length = runs(shard[order])
+    boxes = np.concatenate((lo, hi), axis=1)[order]
+    fine: set[bytes] = set()
+    for begin, count in zip(start[length > 1].tolist(), length[length > 1].tolist(), strict=True):
+        key = boxes[begin : begin + count].tobytes()
+        if key not in fine:
+            _check_disjoint(side.shards[shard[order[begin]]], boxes[begin : begin + count])
+            fine.add(key)
+    written = np.bincount(shard, (hi - lo).prod(axis=1), len(side.shards)).astype(np.int64)
+    for row in np.flatnonzero(written != size)[:1].tolist():
+        where = f"{side.shards[row].tensor}: {side.shards[row].buffer} on engine rank {side.rank[row]}"
+        raise CoverageError(f"{where} gets {written[row]} of {size[row]} elements")
+
+
+def _check_disjoint(shard: Shard, corners: Ints) -> None:
     where = f"{shard.tensor}: {shard.buffer} on engine rank {shard.rank}"
-    boxes.sort()
+    width = corners.shape[1] // 2
     open_boxes: list[Box] = []
-    for box in boxes:
-        open_boxes = [other for other in open_boxes if other.hi[:1] > box.lo[:1]]
+    for row in corners.tolist():
+        box = Box(tuple(row[:width]), tuple(row[width:]))
+        open_boxes = [other for other in open_boxes if other.hi[0] > box.lo[0]]
         for other in open_boxes:
             common = box.intersect(other)
             if common is not None:
                 raise CoverageError(f"{where} gets {common.volume} elements twice, from {common.lo} to {common.hi}")
         open_boxes.append(box)
-    total = sum(box.volume for box in boxes)
-    if total != shard.box.volume:
-        raise CoverageError(f"{where} gets {total} of {shard.box.volume} elements")

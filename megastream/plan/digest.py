@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import msgspec
 import xxhash
 
 from megastream.layout.rules import RULES_VERSION
-from megastream.layout.shard import RankLayout
-from megastream.layout.wire import encode_layout
-from megastream.plan.types import Piece
+from megastream.plan.pieces import PieceTable
+from megastream.plan.table import Geometry, Ints, Numbered, ShardTable
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 
-def plan_digest(
-    trainer: Sequence[RankLayout],
-    engine: Sequence[RankLayout],
-    pieces: Sequence[Piece],
-    options: dict[str, str | int],
-) -> str:
+def plan_digest(pieces: PieceTable, options: dict[str, str | int]) -> str:
     """xxh3-128 in hex over the rules' version, the options, both layouts and every piece.
 
     The pieces hold what follows from the rest (source choice, order, casts): two releases that choose differently
-    from equal layouts also get different digests.
+    from equal layouts also get different digests. All is hashed as columns; the numbers in them are given in the
+    order of ranks and of their layouts, so equal layouts give equal columns.
     """
-    digest = xxhash.xxh3_128()
+    digest, both = xxhash.xxh3_128(), pieces.tables
     digest.update(_encoder.encode((RULES_VERSION, options)))
-    for layouts in (trainer, engine):
-        for layout in sorted(layouts, key=lambda layout: layout.rank):
-            digest.update(encode_layout(layout))
-    digest.update(_encoder.encode(pieces))
+    digest.update(_encoder.encode([(spec.name, spec.shape) for spec in both.tensors]))
+    _add_geometry(digest, both.geometry)
+    for side in (both.source, both.target):
+        _add_side(digest, side)
+    digest.update(_encoder.encode((pieces.units, pieces.dtypes)))
+    _add(digest, pieces.columns)
     return digest.hexdigest()
+
+
+def _add_geometry(digest: xxhash.xxh3_128, geometry: Geometry) -> None:
+    dims = [(len(box.lo)) for box in geometry.boxes], [len(strides) for strides in geometry.strides]
+    digest.update(_encoder.encode(dims))
+    _add(digest, (geometry.lo, geometry.hi, geometry.steps))
+
+
+def _add_side(digest: xxhash.xxh3_128, side: ShardTable) -> None:
+    dtypes = Numbered[str]()
+    numbers = [dtypes.numbers(spec.dtype for spec in layout.tensors) for layout in side.layouts]
+    for layout in side.layouts:
+        head = layout.side, layout.rank, layout.world_size, layout.coords, layout.unused, layout.notes
+        digest.update(_encoder.encode((head, layout.buffers)))
+    digest.update(_encoder.encode((dtypes.items, [bytes(each) for each in numbers])))
+    _add(digest, (side.described, side.rank, side.tensor, side.box, side.buffer, side.offset, side.strides))
+
+
+def _add(digest: xxhash.xxh3_128, columns: Iterable[Ints]) -> None:
+    for column in columns:
+        digest.update(str(column.shape).encode())
+        digest.update(column.astype("<i8").tobytes())

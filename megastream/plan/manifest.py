@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megastream.plan.types import Piece, Plan
+import numpy as np
+
+from megastream.plan.table import Ints
+from megastream.plan.types import Pieces, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +24,25 @@ def buffers_of_units(plan: Plan) -> dict[str, tuple[tuple[int, str], ...]]:
 
     Buckets straddle layers: a unit can need several, and one can serve several units.
     """
+    pieces = plan.pieces
     needs: dict[str, set[tuple[int, str]]] = {unit: set() for unit in plan.units}
-    for piece in plan.pieces:
-        needs[piece.unit].add((piece.source, piece.source_buffer))
+    for unit, source, buffer in zip(pieces.unit.tolist(), pieces.source.tolist(), pieces.buffer.tolist(), strict=True):
+        needs[pieces.units[unit]].add((source, pieces.buffers[buffer]))
     return {unit: tuple(sorted(pairs)) for unit, pairs in needs.items()}
 
 
 def source_totals(plan: Plan) -> dict[int, Totals]:
     """What every trainer rank emits per version; ranks that emit nothing are listed with zeros."""
-    return {rank: _total(plan.by_source, rank) for rank in range(plan.num_trainer_ranks)}
+    return _totals(plan.pieces, plan.pieces.source, plan.num_trainer_ranks)
 
 
 def target_totals(plan: Plan) -> dict[int, Totals]:
     """What every engine rank receives per version."""
-    return {rank: _total(plan.by_target, rank) for rank in range(plan.num_engine_ranks)}
+    return _totals(plan.pieces, plan.pieces.target, plan.num_engine_ranks)
 
 
-def _total(groups: Mapping[int, tuple[Piece, ...]], rank: int) -> Totals:
-    pieces = groups.get(rank, ())
-    return Totals(
-        pieces=len(pieces),
-        elements=sum(piece.num_elements for piece in pieces),
-        payload_bytes=sum(piece.num_bytes for piece in pieces),
-    )
+def _totals(pieces: Pieces, ranks: Ints, num_ranks: int) -> dict[int, Totals]:
+    counts = np.bincount(ranks, minlength=num_ranks)
+    elements, num_bytes = (np.bincount(ranks, each, num_ranks) for each in (pieces.num_elements, pieces.num_bytes))
+    columns = (column.astype(np.int64).tolist() for column in (counts, elements, num_bytes))
+    return {rank: Totals(*row) for rank, row in enumerate(zip(*columns, strict=True))}

@@ -2,77 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Iterator
+
+import numpy as np
 
 from megastream.layout.box import Box
 from megastream.layout.pack import item_bytes
-from megastream.layout.shard import RankLayout, Shard
 from megastream.plan.check import transform_between
-from megastream.plan.reshard import Move
-from megastream.plan.types import Copy, Piece
+from megastream.plan.pieces import CopyTable, PieceTable
+from megastream.plan.reshard import Moves
+from megastream.plan.table import Ints, Numbered, ShardTable, Tables, expand, ints, runs
 from megastream.plan.unit import unit_order
 
-_Key = tuple[int, int, tuple[int, float, int, int, str], int, str]
 
-
-def schedule(
-    moves: Sequence[Move], trainer: Sequence[RankLayout], engine: Sequence[RankLayout], piece_bytes: int
-) -> tuple[Piece, ...]:
+def schedule(moves: Moves, both: Tables, piece_bytes: int) -> PieceTable:
     """Pieces of at most `piece_bytes`, one per source buffer, unit and target at least.
 
     Order: by source rank, then as its buffers become final, then by unit and target. ValueError names a dtype pair
     that is refused, or a `piece_bytes` that holds no element.
     """
-    orders = {layout.rank: {spec.name: i for i, spec in enumerate(layout.buffers)} for layout in trainer}
-    source_dtypes = {layout.rank: {spec.name: spec.dtype for spec in layout.buffers} for layout in trainer}
-    target_dtypes = {layout.rank: {spec.name: spec.dtype for spec in layout.buffers} for layout in engine}
-    groups: dict[_Key, list[Move]] = {}
-    for move in moves:
-        source, target = move.source, move.target
-        dtype = target_dtypes[target.rank][target.buffer]
-        if item_bytes(dtype) > piece_bytes:
-            raise ValueError(f"piece_bytes is {piece_bytes}; one {dtype} element takes {item_bytes(dtype)}")
-        transform_between(target.tensor, source_dtypes[source.rank][source.buffer], dtype)
-        order = orders[source.rank][source.buffer]
-        groups.setdefault((source.rank, order, unit_order(move.unit), target.rank, dtype), []).append(move)
-    pieces: list[Piece] = []
-    for key in sorted(groups):
-        dtype = key[-1]
-        first = groups[key][0]
-        source_dtype = source_dtypes[first.source.rank][first.source.buffer]
-        for copies in _cut(groups[key], piece_bytes // item_bytes(dtype)):
-            num_elements = sum(prod(copy.shape) for copy in copies)
-            pieces.append(
-                Piece(
-                    seq=len(pieces),
-                    source=first.source.rank,
-                    target=first.target.rank,
-                    source_buffer=first.source.buffer,
-                    unit=str(first.unit),
-                    dtype=dtype,
-                    transform=transform_between(first.target.tensor, source_dtype, dtype),
-                    num_elements=num_elements,
-                    num_bytes=num_elements * item_bytes(dtype),
-                    copies=tuple(copies),
-                )
+    dtypes = _check_dtypes(moves, both, piece_bytes)
+    units = sorted(moves.units, key=unit_order)
+    rank_of_unit = ints(map({unit: rank for rank, unit in enumerate(units)}.__getitem__, moves.units))
+    source_buffer = both.source.buffer[moves.source]
+    target_buffer = both.target.buffer[moves.target]
+    # By dtype last; a source buffer's number goes by its rank first, then by the order in which buffers become final.
+    dtype = ints(dtypes.index(spec.dtype) for spec in both.target.buffers)[target_buffer]
+    unit, target = rank_of_unit[moves.unit], both.target.rank[moves.target]
+    order = np.lexsort((dtype, target, unit, source_buffer))
+    group = _numbered(source_buffer[order], unit[order], target[order], dtype[order])
+    most = ints(piece_bytes // item_bytes(name) for name in dtypes)[dtype[order]]
+    rows, lo, hi = _split_all(moves.lo[order], moves.hi[order], most, both)
+    volume = (hi - lo).prod(axis=1)
+    piece = _fill(volume, group[rows], most[rows])
+    rows = order[rows]
+    first, _ = runs(piece)
+    at = rows[first]
+    num_elements = np.add.reduceat(volume, first) if len(first) else ints(())
+    item = ints(item_bytes(name) for name in dtypes)[dtype[at]]
+    return PieceTable(
+        tables=both,
+        copies=_copies(moves, both, rows, lo, hi),
+        first=np.append(first, len(rows)),
+        buffer=source_buffer[at],
+        target=target[at],
+        unit=unit[at],
+        dtype=dtype[at],
+        num_elements=num_elements,
+        num_bytes=num_elements * item,
+        units=tuple(map(str, units)),
+        dtypes=tuple(dtypes),
+    )
+
+
+def _check_dtypes(moves: Moves, both: Tables, piece_bytes: int) -> list[str]:
+    """The dtypes that travel, sorted by name."""
+    numbers = Numbered[str]()
+    source = ints(numbers.numbers(spec.dtype for spec in both.source.buffers))[both.source.buffer[moves.source]]
+    target = ints(numbers.numbers(spec.dtype for spec in both.target.buffers))[both.target.buffer[moves.target]]
+    names = numbers.items
+    _, first = np.unique(source * len(names) + target, return_index=True)
+    for row in np.sort(first).tolist():
+        source_dtype, target_dtype = names[source[row]], names[target[row]]
+        if item_bytes(target_dtype) > piece_bytes:
+            raise ValueError(
+                f"piece_bytes is {piece_bytes}; one {target_dtype} element takes {item_bytes(target_dtype)}"
             )
-    return tuple(pieces)
+        transform_between(both.target.shards[moves.target[row]].tensor, source_dtype, target_dtype)
+    return sorted({spec.dtype for spec in both.target.buffers})
 
 
-def _cut(moves: Sequence[Move], most: int) -> Iterator[list[Copy]]:
-    """Fills pieces of at most `most` elements in order; only a copy that is larger by itself is split."""
-    copies: list[Copy] = []
-    room = most
-    for move in moves:
-        for box in _split(move.box, most):
-            if box.volume > room:
-                yield copies
-                copies, room = [], most
-            copies.append(_copy(move, box))
-            room -= box.volume
-    if copies:
-        yield copies
+def _numbered(*keys: Ints) -> Ints:
+    """Rows with equal keys stand together; the number of each such run."""
+    change = np.zeros(len(keys[0]), dtype=bool)
+    for key in keys:
+        change[1:] |= key[1:] != key[:-1]
+    return np.cumsum(change).astype(np.int64)
+
+
+def _split_all(lo: Ints, hi: Ints, most: Ints, both: Tables) -> tuple[Ints, Ints, Ints]:
+    """(row, lo, hi) with every box that is larger than `most` elements cut up; equal boxes are cut once."""
+    large = np.flatnonzero((hi - lo).prod(axis=1) > most)
+    if not len(large):
+        return np.arange(len(lo)), lo, hi
+    known: dict[tuple[bytes, int], list[Box]] = {}
+    count, cuts = np.ones(len(lo), dtype=np.int64), []
+    for row in large.tolist():
+        key = lo[row].tobytes() + hi[row].tobytes(), int(most[row])
+        if key not in known:
+            known[key] = list(_split(Box(tuple(lo[row].tolist()), tuple(hi[row].tolist())), key[1]))
+        count[row] = len(known[key])
+        cuts.append((row, known[key]))
+    rows, part = expand(np.zeros(len(lo), dtype=np.int64), count)
+    new_lo, new_hi = lo[rows], hi[rows]
+    start = np.cumsum(count) - count
+    for row, boxes in cuts:
+        here = slice(start[row], start[row] + len(boxes))
+        new_lo[here], new_hi[here] = [box.lo for box in boxes], [box.hi for box in boxes]
+    return rows, new_lo, new_hi
 
 
 def _split(box: Box, most: int) -> Iterator[Box]:
@@ -91,18 +118,38 @@ def _split(box: Box, most: int) -> Iterator[Box]:
             yield Box((lo, *inner.lo), (hi, *inner.hi))
 
 
-def _copy(move: Move, box: Box) -> Copy:
-    return Copy(
-        tensor=move.target.tensor,
-        shape=box.shape,
-        source_offset=_offset(move.source, box),
-        source_strides=move.source.strides,
-        target_buffer=move.target.buffer,
-        target_offset=_offset(move.target, box),
-        target_strides=move.target.strides,
+def _fill(volume: Ints, group: Ints, most: Ints) -> Ints:
+    """The piece of every copy: pieces are filled in order, up to `most` elements, and never reach across groups."""
+    start, length = runs(group)
+    total = np.add.reduceat(volume, start) if len(start) else ints(())
+    new = np.zeros(len(volume), dtype=np.int64)
+    new[start] = 1
+    for index in np.flatnonzero(total > most[start]).tolist():
+        begin, limit = int(start[index]), int(most[start[index]])
+        room = limit
+        for row, size in enumerate(volume[begin : begin + length[index]].tolist(), begin):
+            if size > room:
+                new[row], room = 1, limit
+            room -= size
+    return np.cumsum(new) - 1
+
+
+def _copies(moves: Moves, both: Tables, rows: Ints, lo: Ints, hi: Ints) -> CopyTable:
+    source, target = moves.source[rows], moves.target[rows]
+    return CopyTable(
+        tensor=both.target.tensor[target],
+        shape=hi - lo,
+        source_offset=_offsets(both, both.source, source, lo),
+        source_strides=both.source.strides[source],
+        target_buffer=both.target.buffer[target],
+        target_offset=_offsets(both, both.target, target, lo),
+        target_strides=both.target.strides[target],
     )
 
 
-def _offset(shard: Shard, box: Box) -> int:
-    steps = zip(box.lo, shard.box.lo, shard.strides, strict=True)
-    return shard.offset + sum((a - b) * stride for a, b, stride in steps)
+def _offsets(both: Tables, side: ShardTable, rows: Ints, lo: Ints) -> Ints:
+    """Where coordinate `lo` of each shard's tensor lies in its buffer."""
+    inside = lo - both.geometry.lo[side.box[rows]]
+    steps = both.geometry.steps[side.strides[rows]]
+    found: Ints = side.offset[rows] + (inside * steps).sum(axis=1)
+    return found

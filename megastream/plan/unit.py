@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import inf
 
+import numpy as np
+
 from megastream.families.types import Place
-from megastream.layout.box import Box
 from megastream.layout.shard import RankLayout
+from megastream.plan.table import Numbered, Tables, ints
 from megastream.plan.types import Unit
 
 PlaceOf = Callable[[str], Place]
@@ -22,18 +24,23 @@ class Units:
     trainer expert-parallel rank owns: otherwise a unit would wait for two ranks.
     """
 
-    def __init__(self, trainer: Sequence[RankLayout], place_of: PlaceOf, experts_per_unit: int) -> None:
+    def __init__(self, both: Tables, places: Sequence[Place], experts_per_unit: int) -> None:
         if experts_per_unit < 1:
             raise ValueError(f"experts_per_unit is {experts_per_unit}; it must be at least 1")
-        self._ranges = _expert_ranges(trainer, place_of, experts_per_unit)
+        self._ranges = _expert_ranges(both, places, experts_per_unit)
 
-    def unit(self, stage: int, place: Place, box: Box) -> Unit:
-        """The unit of a box of a tensor whose bytes come from trainer stage `stage`; of its first expert."""
+    def unit(self, stage: int, place: Place, expert: int) -> Unit:
+        """The unit of bytes from trainer stage `stage`; `expert`: their first one, if the tensor holds all experts."""
         if place.kind != "expert":
             return Unit(stage, place.layer, place.kind)
         assert place.layer is not None
-        start, stop = self._ranges[stage, place.layer, box.lo[0] if place.expert is None else place.expert]
-        return Unit(stage, place.layer, f"e{start}:{stop}")
+        part = self._ranges[stage, place.layer, expert if place.expert is None else place.expert]
+        return Unit(stage, place.layer, part)
+
+
+def holds_all_experts(place: Place) -> bool:
+    """Whether dim 0 of a tensor counts experts."""
+    return place.kind == "expert" and place.expert is None
 
 
 def unit_order(unit: Unit) -> tuple[int, float, int, int, str]:
@@ -50,21 +57,27 @@ def stage_of(layout: RankLayout) -> int:
     return layout.coords.get("pp", 0)
 
 
-def _expert_ranges(
-    trainer: Sequence[RankLayout], place_of: PlaceOf, experts_per_unit: int
-) -> dict[tuple[int, int, int], tuple[int, int]]:
+def _expert_ranges(both: Tables, places: Sequence[Place], experts_per_unit: int) -> dict[tuple[int, int, int], str]:
+    """(stage, layer, expert) -> `e32:40`."""
+    side = both.source
+    owners = Numbered[tuple[int, int]]()
+    owner = ints(owners.numbers((stage_of(layout), layout.coords.get("ep", 0)) for layout in side.layouts))[side.rank]
+    stacked = np.array([holds_all_experts(place) for place in places], dtype=bool)[side.tensor]
+    boxes = both.geometry.boxes
+    keys = np.unique((owner * len(places) + side.tensor) * len(boxes) + np.where(stacked, side.box, 0))
+    names = owners.items
     owned: dict[tuple[int, int, int], set[int]] = {}
-    for layout in trainer:
-        owner = stage_of(layout), layout.coords.get("ep", 0)
-        for shard in layout.shards:
-            place = place_of(shard.tensor)
-            if place.kind == "expert" and place.layer is not None:
-                stacked = range(shard.box.lo[0], shard.box.hi[0]) if place.expert is None else (place.expert,)
-                owned.setdefault((*owner, place.layer), set()).update(stacked)
-    ranges: dict[tuple[int, int, int], tuple[int, int]] = {}
+    for key in keys.tolist():
+        rest, box = divmod(key, len(boxes))
+        number, tensor = divmod(rest, len(places))
+        place = places[tensor]
+        if place.kind == "expert" and place.layer is not None:
+            held = range(boxes[box].lo[0], boxes[box].hi[0]) if place.expert is None else (place.expert,)
+            owned.setdefault((*names[number], place.layer), set()).update(held)
+    ranges: dict[tuple[int, int, int], str] = {}
     for (stage, _, layer), experts in owned.items():
         for run in _runs(sorted(experts), experts_per_unit):
-            ranges.update({(stage, layer, expert): (run[0], run[-1] + 1) for expert in run})
+            ranges.update({(stage, layer, expert): f"e{run[0]}:{run[-1] + 1}" for expert in run})
     return ranges
 
 

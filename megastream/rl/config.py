@@ -187,6 +187,9 @@ def parse(raw: dict[str, Any]) -> Config:
 
 def with_engine_layout(config: Config, layout: str) -> Config:
     """The same configuration for another engine layout. ConfigError names an unknown one."""
+    known = get_args(get_type_hints(type(config.engine))["layout"])
+    if layout not in known:
+        raise ConfigError(f"--engine-layout is {layout!r}; it is one of {', '.join(known)}")
     raw = msgspec.to_builtins(config)
     raw["engine"]["layout"] = layout
     return parse(raw)

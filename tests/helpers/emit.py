@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megastream.plan.types import Copy, Piece, Plan
+from megastream.plan.types import Copy, Listed, Piece, Plan
 from megastream.protocol.header import HEADER_BYTES, PieceHeader
 from megastream.protocol.lane import LaneCounters, LaneError
 from megastream.trainer.emit import Emitter
@@ -86,7 +86,7 @@ PIECES = (
 
 
 def plan(pieces: tuple[Piece, ...] = PIECES) -> Plan:
-    return Plan("d", "stream", 4, 2, pieces, ("s0.l0.dense",), {}, {}, {})
+    return Plan("d", "stream", 4, 2, Listed(pieces), ("s0.l0.dense",), {}, {}, {})
 
 
 def buffers() -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megastream.plan.types import Copy, Piece, Plan
+from megastream.plan.types import Copy, Listed, Piece, Plan
 from megastream.protocol.header import PieceHeader
 from megastream.protocol.records import Attach
 from megastream.protocol.terms import Terms
@@ -28,7 +28,7 @@ def small_plan(sources: int = 2, targets: int = 2, pieces_per_lane: int = 2) -> 
         kind="stream",
         num_trainer_ranks=sources,
         num_engine_ranks=targets,
-        pieces=tuple(pieces),
+        pieces=Listed(pieces),
         units=tuple(sorted({piece.unit for piece in pieces})),
         elements=elements,
         tensors={target: 1 for target in range(targets)},
@@ -79,7 +79,7 @@ def plan_of_parts() -> Plan:
         kind="stream",
         num_trainer_ranks=2,
         num_engine_ranks=2,
-        pieces=tuple(pieces),
+        pieces=Listed(pieces),
         units=tuple(PARTS),
         elements={(unit, target): 6 for unit, targets in PARTS.items() for target in targets},
         tensors={0: 1, 1: 1},

@@ -51,5 +51,12 @@ def test_hugging_face_folders_are_converted_in_a_bare_install(tmp_path: Path) ->
         assert done.returncode == 0, done.stderr
 
 
+def test_a_plan_is_made_in_a_bare_install() -> None:
+    layouts = ["--trainer", "pp2 ep2", "--engine", "pp2", "--hardware", "h100-ib", "--json"]
+    arguments = ["megastream", "plan", "--model", "tiny-qwen3-moe", *layouts]
+    done = bare(f"sys.argv = {arguments!r}\nfrom megastream.cli.main import app\napp()")
+    assert done.returncode == 0 and '"expected"' in done.stdout, done.stderr
+
+
 def test_the_block_works() -> None:
     assert "blocked: torch" in bare("import torch").stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 
 import pytest
 
@@ -52,7 +53,13 @@ def test_bad_trainer_strings(text: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("tp2 ep4", "ep is 1 or tp"), ("dp2", "dp=2"), ("tp2 etp2", "etp=2"), ("pp2 vpp2", "vpp=2")],
+    [
+        ("tp2 ep4", r"ep=4, tp\*dp=2; .* so write ep2, or ep1"),
+        ("tp8 dp8 ep8", r"ep=8, tp\*dp=64; .* so write ep64, or ep1"),
+        ("tp2 etp1", "etp=1; with tp=2, dp=1, ep=1 vLLM has etp=2"),
+        ("tp=2,cp=2", "cp=2; an engine has tp, ep, pp and dp only"),
+        ("pp2 vpp2", "vpp=2"),
+    ],
 )
 def test_bad_engine_strings(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -120,6 +127,32 @@ def test_engine_ranks() -> None:
     ]
 
 
+def test_engine_ranks_with_data_parallelism() -> None:
+    """vLLM's order: tp fastest, then pp, then dp; experts are dealt over dp and tp of one stage, or cut by both."""
+    mesh = parse_engine_mesh("tp2 dp2 pp2 ep4")
+    assert mesh.world_size == 8
+    coords = [engine_coords(mesh, rank) for rank in range(8)]
+    assert [(c["dp"], c["pp"], c["tp"]) for c in coords] == [(d, p, t) for d in (0, 1) for p in (0, 1) for t in (0, 1)]
+    for stage in (0, 1):
+        assert [c["ep"] for c in coords if c["pp"] == stage] == [0, 1, 2, 3]
+    cut = [engine_coords(parse_engine_mesh("tp2 dp2"), rank) for rank in range(4)]
+    assert [(c["tp"], c["etp"]) for c in cut] == [(0, 0), (1, 1), (0, 2), (1, 3)]
+    assert {(c["etp_size"], c["ep_size"]) for c in cut} == {(4, 1)}
+
+
+@pytest.mark.full
+def test_engine_expert_groups_equal_vllm() -> None:
+    """Rank numbers reshaped and transposed as vLLM's `initialize_model_parallel` does it for its expert group."""
+    torch = importlib.import_module("torch")
+    source = inspect.getsource(importlib.import_module("vllm.distributed.parallel_state").initialize_model_parallel)
+    assert "all_ranks.transpose(1, 2)" in source, "vLLM builds its expert groups in another way: look at it again"
+    mesh = parse_engine_mesh("tp2 dp3 pp2 ep6")
+    ranks = torch.arange(12).reshape(-1, 3, 2, 1, 2)  # as there: external dp, dp, pp, pcp, tp
+    for group in ranks.transpose(1, 2).reshape(-1, 6).tolist():
+        coords = [engine_coords(mesh, rank) for rank in group]
+        assert [c["ep"] for c in coords] == list(range(6)) and len({c["pp"] for c in coords}) == 1
+
+
 @pytest.mark.parametrize(
     "text", ["tp1", "tp2 etp1 ep8 dp4 pp2", "tp4 etp1 ep4 dp4", "tp2 pp2(25,23)", "tp1 cp2 ep4 dp2", "tp2 dp2 pp2 vpp3"]
 )
@@ -128,7 +161,9 @@ def test_a_printed_trainer_layout_is_read_back(text: str) -> None:
     assert parse_trainer_mesh(str(mesh)) == mesh and str(mesh) == text
 
 
-@pytest.mark.parametrize("text", ["tp1", "tp4 pp2", "tp4 etp1 ep4", "tp2 pp2(3,1)"])
+@pytest.mark.parametrize(
+    "text", ["tp1", "tp4 pp2", "tp4 etp1 ep4", "tp2 pp2(3,1)", "tp8 etp1 ep64 dp8", "tp2 etp4 dp2"]
+)
 def test_a_printed_engine_layout_is_read_back(text: str) -> None:
     mesh = parse_engine_mesh(text)
     assert parse_engine_mesh(str(mesh)) == mesh and str(mesh) == text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
@@ -30,6 +29,7 @@ from megastream.layout.rules import (
 )
 from megastream.layout.shard import TensorSpec
 from megastream.layout.wire import decode_layout, encode_layout
+from tests.helpers.edits import replace
 from tests.helpers.layout_reference import Model, config
 from tests.helpers.layout_world import make_world
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -16,6 +15,7 @@ from megastream.layout.trainer import TrainerParam, trainer_rank_layout
 from megastream.plan import CoverageError, prove_coverage
 from megastream.plan.check import overlap
 from megastream.plan.types import Piece
+from tests.helpers.edits import replace
 from tests.helpers.layout_reference import Model, config
 from tests.helpers.layout_world import World, make_world
 

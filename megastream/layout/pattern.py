@@ -1,0 +1,161 @@
+"""Parameters that are alike lie alike: each kind of parameter is placed once, and the place is used for all of them.
+
+What a rule says depends on the shapes of the tensors and on the cut, not on names. The layers of a model repeat a dozen
+kinds of parameters, so the boxes of a rank are a few dozen, shared by hundreds of thousands of shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from megastream.layout.box import Box
+from megastream.layout.naming import Entry, Names
+from megastream.layout.pack import row_major_strides
+from megastream.layout.rules import RULES, Cut, Fused, Placed, Region, expert_stack
+from megastream.layout.shard import Shard, TensorSpec
+
+ShapeT = TypeVar("ShapeT")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One region of a placed parameter: which of its tensors, by index, and at which element of it."""
+
+    index: int
+    region: Region
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A placed parameter without names."""
+
+    shape: tuple[int, ...]
+    grid: tuple[int, ...]
+    """What parts count in; see `Placed`."""
+    parts: tuple[Part, ...]
+
+    def shards(self, tensors: Sequence[TensorSpec], *, rank: int, buffer: str, base: int) -> list[Shard]:
+        """The shards of a parameter of these tensors that starts at element `base` of `buffer`."""
+        return [
+            Shard(tensors[part.index].name, part.region.box, rank, buffer, base + part.offset, part.strides)
+            for part in self.parts
+        ]
+
+    def inside(self, windows: Sequence[Box]) -> Pattern:
+        """Only what lies inside these boxes, given in coordinates of the grid."""
+        found = [(part.index, part.region.within(window)) for part in self.parts for window in windows]
+        return _pattern(self.shape, self.grid, [(index, region) for index, region in found if region is not None])
+
+
+def _pattern(shape: tuple[int, ...], grid: tuple[int, ...], regions: Sequence[tuple[int, Region]]) -> Pattern:
+    steps = row_major_strides(grid)
+    parts = (
+        Part(index, region, sum(map(int.__mul__, region.origin, steps)), tuple(steps[dim] for dim in region.dims))
+        for index, region in regions
+    )
+    return Pattern(shape, grid, tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a name stands for. Names of one `kind` have equal rules and tensors of equal shapes."""
+
+    entry: Entry
+    kind: int
+
+
+class Patterns(Generic[ShapeT]):
+    """Looks parameters of one model up; hand one object on to share it between ranks."""
+
+    def __init__(self, family: Names[ShapeT], shape: ShapeT) -> None:
+        self.family, self.shape = family, shape
+        self._trainer: dict[str, _Known] = {}
+        self._engine: dict[tuple[str, int | None], _Known] = {}
+        self._stacked: dict[str, bool] = {}
+        self._kinds: dict[Hashable, int] = {}
+        self._stacks: dict[tuple[str, tuple[int, ...]], tuple[tuple[TensorSpec, ...], Hashable]] = {}
+        self._patterns: dict[Hashable, Pattern] = {}
+
+    def trainer_entry(self, name: str) -> Entry:
+        """`Names.trainer_entry`, asked once for each name."""
+        return self._of_trainer(name).entry
+
+    def engine_entry(self, name: str, expert: int | None = None) -> Entry:
+        """`Names.engine_entry`, asked once for each name and expert."""
+        return self._of_engine(name, expert).entry
+
+    def stacks_experts(self, name: str) -> bool:
+        """`Names.engine_stacks_experts`, asked once for each name."""
+        if name not in self._stacked:
+            self._stacked[name] = self.family.engine_stacks_experts(name)
+        return self._stacked[name]
+
+    def trainer(
+        self, name: str, dense: Cut, experts: Cut, padded_rows: int = 0
+    ) -> tuple[Pattern, Sequence[TensorSpec]]:
+        """How a Megatron parameter lies on the rank that these cuts give (experts: by etp), and its tensors.
+
+        `padded_rows` as in `Fused`.
+        """
+        known = self._of_trainer(name)
+        return self._placed(known, experts if known.entry.kind == "expert" else dense, padded_rows)
+
+    def engine(self, name: str, cut: Cut, padded_rows: int = 0) -> tuple[Pattern, Sequence[TensorSpec]]:
+        """How a live engine parameter that stacks no experts lies on the rank that this cut gives, and its tensors."""
+        return self._placed(self._of_engine(name, None), cut, padded_rows)
+
+    def engine_stack(self, name: str, cut: Cut, experts: tuple[int, ...]) -> tuple[Pattern, Sequence[TensorSpec]]:
+        """The same for one that does; `experts` gives the global expert of every slot."""
+        if (name, experts) not in self._stacks:
+            known = [self._of_engine(name, expert) for expert in experts]
+            # An expert in several slots is one tensor there, so such a stack is like no other.
+            twice = experts if len(set(experts)) < len(experts) else None
+            tensors = tuple(spec for each in known for spec in each.entry.tensors)
+            self._stacks[name, experts] = tensors, (twice, *(each.kind for each in known))
+        tensors, kinds = self._stacks[name, experts]
+        key = kinds, cut.axis, cut.rank, cut.size
+        if key not in self._patterns:
+            entries = [self.engine_entry(name, expert) for expert in experts]
+            fused = [Fused(entry.tensors, entry.head_dim, expert=entry.expert) for entry in entries]
+            rule = RULES[entries[0].rule] if entries else RULES["same"]
+            self._patterns[key] = _indexed(expert_stack(rule, fused, cut), tensors)
+        return self._patterns[key], tensors
+
+    def _placed(self, known: _Known, cut: Cut, padded_rows: int) -> tuple[Pattern, Sequence[TensorSpec]]:
+        entry = known.entry
+        key = known.kind, padded_rows, cut.axis, cut.rank, cut.size
+        pattern = self._patterns.get(key)
+        if pattern is None:
+            placed = RULES[entry.rule](Fused(entry.tensors, entry.head_dim, padded_rows, entry.expert), cut)
+            pattern = self._patterns[key] = _indexed(placed, entry.tensors)
+        return pattern, entry.tensors
+
+    def _of_trainer(self, name: str) -> _Known:
+        known = self._trainer.get(name)
+        if known is None:
+            known = self._trainer[name] = self._known(self.family.trainer_entry(name, self.shape))
+        return known
+
+    def _of_engine(self, name: str, expert: int | None) -> _Known:
+        known = self._engine.get((name, expert))
+        if known is None:
+            known = self._engine[name, expert] = self._known(self.family.engine_entry(name, self.shape, expert))
+        return known
+
+    def _known(self, entry: Entry) -> _Known:
+        kind = entry.rule, entry.head_dim, _index_of(entry), tuple([spec.shape for spec in entry.tensors])
+        return _Known(entry, self._kinds.setdefault(kind, len(self._kinds)))
+
+
+def _index_of(entry: Entry) -> int:
+    """Where the expert lies in its tensors: matters only to the rules for tensors that hold all experts."""
+    return entry.expert if entry.rule.startswith("stack_") else 0
+
+
+def _indexed(placed: Placed, tensors: Sequence[TensorSpec]) -> Pattern:
+    index = {spec.name: number for number, spec in enumerate(tensors)}
+    return _pattern(placed.shape, placed.grid, [(index[region.tensor.name], region) for region in placed.regions])

@@ -1,0 +1,229 @@
+"""`megastream plan`: models by name, both grammars, expected seconds, refused tensors, and the map as one HTML file."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megastream.cli.main import app
+from megastream.families import load_shape
+from megastream.families.refused import refused
+from megastream.families.shipped import num_parameters, shape_of_model, shipped, shipped_models
+from megastream.layout.mesh import parse_engine_mesh, parse_trainer_mesh
+from megastream.layout.synthetic import engine_layouts, trainer_layouts
+from megastream.plan import build_plan
+from megastream.plan.cost import PlanCost, plan_cost
+from megastream.plan.expected import FORMULAS, Load, expect, load_of
+from megastream.plan.hardware import PROFILES, Hardware, Sourced
+from megastream.plan.pieces import PieceTable
+from tests.helpers.layout_reference import Model, config
+
+PARAMETERS = {
+    "DeepSeek-V3": 671_026_419_200,
+    "GLM-4.5-Air": 106_852_251_264,
+    "GPT-OSS-120B": 116_829_156_672,
+    "Kimi-K2": 1_026_408_232_448,
+    "Mixtral-8x22B": 140_620_634_112,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen3-30B-A3B": 30_532_122_624,
+}
+"""Added up by hand from the fields: embedding and head, attention, norms, router (and its bias), experts."""
+
+UNIT = {"T": 1e12, "B": 1e9, "M": 1e6}
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def as_json(*arguments: str) -> dict[str, Any]:
+    return json.loads(run(*arguments, "--json"))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shipped_model_has_the_published_number_of_parameters(name: str) -> None:
+    """To the precision with which it is published: 30.5B is three digits.
+
+    GLM-4.5-Air's 106B leaves embedding and head out; with them it has 106.85B. Prediction layers are in no count.
+    """
+    entry, shape = shipped(name), shape_of_model(name)
+    total, counted = num_parameters(shape), entry["parameters"].get("counted")
+    assert total == PARAMETERS[name]
+    assert counted in (None, "without embedding and head") and (counted is None) == (name != "GLM-4.5-Air")
+    total -= 2 * shape.vocab * shape.hidden if counted else 0
+    published = entry["parameters"]["published"]
+    digits = len(published[:-1].partition(".")[2])
+    assert round(total / UNIT[published[-1]], digits) == float(published[:-1])
+    assert entry["sources"] and entry["parameters"]["from"]
+
+
+def test_every_shipped_model_is_sourced_and_planned() -> None:
+    assert set(shipped_models()) == {*PARAMETERS, "tiny-qwen3-moe", "tiny-qwen2-moe"}
+    assert all(shipped(name)["sources"] and shape_of_model(name).num_layers for name in shipped_models())
+    words = run("--model", "Qwen4", "--trainer", "pp2", "--engine", "tp1", code=2)
+    assert "no model Qwen4" in words and "Qwen3-30B-A3B" in words and words.count("\n") == 1
+
+
+def test_both_grammars_are_one_plan() -> None:
+    one = as_json("--model", "tiny-qwen3-moe", "--trainer", "tp2 etp1 pp2(3,5) ep4 dp2", "--engine", "tp2 dp2 ep4")
+    other = as_json(
+        "--model", "tiny-qwen3-moe", "--trainer", "tp=2,etp=1,pp=2(3,5),ep=4,dp=2", "--engine", "tp=2,dp=2,ep=4"
+    )
+    assert one == other and one["engine"]["ranks"] == 4 and one["trainer"]["ranks"] == 8
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [("tp8 ep4", "write ep8"), ("tp2 dp4 ep2", "write ep8"), ("tp=4,dp=2,ep=4", "write ep8"), ("vpp2", "vpp=2")],
+)
+def test_an_engine_has_the_expert_parallelism_that_vllm_gives_it(engine: str, words: str) -> None:
+    told = run("--model", "tiny-qwen3-moe", "--trainer", "pp2 ep2", "--engine", engine, code=2)
+    assert words in told and told.count("\n") == 1
+
+
+def test_engine_replicas_each_get_their_bytes() -> None:
+    """Data-parallel engine ranks hold dense weights each for itself and share the experts."""
+    single = as_json("--model", "tiny-qwen3-moe", "--trainer", "ep2", "--engine", "tp2 ep2")
+    double = as_json("--model", "tiny-qwen3-moe", "--trainer", "ep2", "--engine", "tp2 dp2 ep4")
+    shape = shape_of_model("tiny-qwen3-moe")
+    experts = 2 * 3 * shape.num_layers * shape.num_experts * shape.hidden * shape.expert_ffn
+    assert double["bytes"] - experts == 2 * (single["bytes"] - experts)
+    assert double["bytes"] == double["bytes_floor"]
+
+
+def test_the_report_names_the_busiest_and_what_staging_takes() -> None:
+    report = as_json("--model", "tiny-qwen3-moe", "--trainer", "pp2 ep2", "--engine", "pp2")
+    sends, receives = report["trainer"]["bytes"], report["engine"]["bytes"]
+    for side, sizes in (("source", sends), ("target", receives)):
+        busiest = report["busiest"][side]
+        assert sizes[str(busiest["rank"])] == busiest["bytes"] == max(sizes.values())
+    # Staging holds live buffers, padded rows and all: at least what arrives, and two versions of it.
+    staging = report["engine"]["staging_bytes"]
+    assert all(staging[rank] >= receives[rank] for rank in receives)
+    assert report["peak_staging_bytes"] == 2 * max(staging.values())
+    assert report["expected"] is None and report["refused"] == []
+
+
+def test_what_is_not_streamed_is_named() -> None:
+    plain = load_shape(config())
+    assert refused(plain) == ()
+    more = load_shape(config(num_nextn_predict_layers=2, quantization_config={"quant_method": "fp8"}))
+    first, second = refused(more)
+    assert first.tensors == "model.layers.{7..8}.*" and "num_nextn_predict_layers is 2" in first.why
+    assert "quantization_config" in second.why and "float32" in second.why
+
+
+def test_what_a_shipped_model_has_and_a_plan_does_not() -> None:
+    """DeepSeek-V3: its prediction layer and the published fp8 scales; a plan of the bf16 rest is made all the same."""
+    told = [each.tensors for each in refused(shape_of_model("DeepSeek-V3"))]
+    assert told == ["model.layers.61.*", "*.weight_scale_inv, *_blocks, *_scales"]
+    assert [each.tensors for each in refused(shape_of_model("GLM-4.5-Air"))] == ["model.layers.46.*"]
+
+
+def test_every_number_of_the_hardware_has_a_source() -> None:
+    for hardware in PROFILES.values():
+        numbers = [getattr(hardware, field.name) for field in fields(Hardware) if field.name != "name"]
+        assert all(isinstance(each, Sourced) and each.value > 0 and len(each.source) > 5 for each in numbers)
+    told = run("--model", "tiny-qwen3-moe", "--trainer", "", "--engine", "", "--hardware", "abacus", code=2)
+    assert "hardware 'abacus' has no profile; known: h100-ib, h200-nvlink" in told
+
+
+def machine(**changes: float) -> Hardware:
+    numbers = {field.name: 1.0 for field in fields(Hardware) if field.name != "name"} | changes
+    return Hardware("by hand", **{name: Sourced(value, "by hand") for name, value in numbers.items()})
+
+
+def test_expected_seconds_are_the_formulas() -> None:
+    """Worked by hand: lanes of 10 bytes per second, memory of 100, two buckets."""
+    cost = PlanCost(4, 4, 400, 400, {}, {0: 300, 1: 100}, {0: 200, 1: 200}, {0: 5, 1: 1}, {0: 3, 1: 3}, 100)
+    load = Load(20, 40, 25.0, 2, 1000, 500.0, 7)
+    hardware = machine(lane_bytes_per_s=10, memory_bytes_per_s=100, piece_s=2, peak_flops_per_s=50, pause_s=3)
+    found = expect(cost, load, hardware)
+    assert found.wire_s == 300 / 10 + 5 * 2  # rank 0 sends 300 bytes in 5 messages
+    assert found.step_s == 30 * 20 / 100 + 40 / 10
+    assert found.backward_s == 4 * 25 * 1 / 50
+    assert found.commit_s == 2 * 200 / 100
+    assert found.sent_s == {"whole": 50, "pipelined": 45, "speculative": 43, "early": 43}
+    assert found.live_s["pipelined", "version"] == 45 + 4 and found.stall_s["pipelined", "version"] == 4
+    assert found.stall_s["whole", "pause"] == 1000 / 10 + 7 * 1 + 3
+    assert found.live_s["whole", "pause"] == 10 + 110
+    assert {"wire", "step", "backward", "commit", "pause", "version", *found.sent_s} == set(FORMULAS)
+
+
+def test_the_load_counts_what_ranks_hold() -> None:
+    """pp1 ep2 dp2: both ranks hold all dense weights and half of the experts; dense ones are stepped by halves."""
+    model = Model(config())
+    trainer = trainer_layouts(model.family, model.shape, parse_trainer_mesh("ep2 dp2"))
+    engine = engine_layouts(model.family, model.shape, parse_engine_mesh("tp2 ep2"))
+    options = dict(kind="stream", piece_bytes=1 << 20, experts_per_unit=8, finality="pipelined")
+    plan = build_plan(trainer, engine, model.family, **options)
+    assert isinstance(plan.pieces, PieceTable)
+    names = [spec.name for spec in plan.pieces.tables.tensors]
+    load = load_of(plan.pieces.tables, [".experts." in name for name in names], active=0.5)
+    expert = sum(array.size for name, array in model.tensors.items() if ".experts." in name)
+    dense = sum(array.size for array in model.tensors.values()) - expert
+    assert load.step_parameters == dense // 2 + expert // 2
+    assert load.gather_bytes == 2 * dense // 2
+    assert load.active_parameters == dense + expert / 2
+    # The engine's loader reads full dense tensors and this rank's experts.
+    assert load.full_receive_bytes == 2 * (dense + expert // 2) and load.tensors == len(names) - 3 * 7 * 6
+    assert load.full_send_bytes == load.full_receive_bytes
+    assert plan_cost(plan, engine).busiest_source in (0, 1)
+
+
+def test_expected_seconds_are_printed_with_their_sources() -> None:
+    layouts = ("--model", "tiny-qwen3-moe", "--trainer", "pp2 ep2", "--engine", "pp2", "--hardware", "h100-ib")
+    report = as_json(*layouts)["expected"]
+    assert {(each["finality"], each["gate"]) for each in report["updates"]} == {
+        *((policy, "version") for policy in ("whole", "pipelined", "speculative", "early")),
+        ("whole", "pause"),
+    }
+    assert report["hardware"]["lane_bytes_per_s"]["source"].startswith("DeepEP")
+    text = run(*layouts)
+    assert "expected on h100-ib" in text and "assumed" in text and "max(step + wire / buckets" in text
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "groups"),
+    [("pp2 ep2", "pp2", (4, 2)), ("tp2 etp1 pp2 ep8 dp8", "tp2 dp16 ep32", (2, 4))],
+    ids=["few", "many"],
+)
+def test_the_map_is_one_file(tmp_path: Path, trainer: str, engine: str, groups: tuple[int, int]) -> None:
+    """Ranks when they are few, stages and nodes when they are many; every byte of the plan is in a band's title."""
+    path = tmp_path / "map.html"
+    layouts = ("--model", "tiny-qwen3-moe", "--trainer", trainer, "--engine", engine)
+    report = as_json(*layouts, "--html", str(path))
+    page = path.read_text(encoding="utf-8")
+    assert not re.search(r"(src|href)=|https?://|@import|url\(", page), "the file must not need a network"
+    assert "prefers-color-scheme: dark" in page and report["digest"] in page
+    assert [len(re.findall(rf'<g class="node {side}\d+ ', page)) for side in "st"] == list(groups)
+    bands = re.findall(r'<path class="band s(\d+) t(\d+) ', page)
+    assert len(bands) == len(set(bands)) and {int(s) for s, _ in bands} == set(range(groups[0]))
+    ranks = report["trainer"]["ranks"] + report["engine"]["ranks"]
+    assert len(re.findall(r"<tr><th>\d+</th>", page)) == ranks
+
+
+def test_a_band_is_as_thick_as_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "map.html"
+    report = as_json("--model", "tiny-qwen3-moe", "--trainer", "pp2", "--engine", "pp2", "--html", str(path))
+    page = path.read_text(encoding="utf-8")
+    links = {(link["source"], link["target"]): link["bytes"] for link in report["links"]}
+    for source, target, top, bottom in re.findall(
+        r'class="band s(\d+) t(\d+) c\d" d="M\d+,[\d.]+ C\S+ \S+ \d+,([\d.]+) V([\d.]+) ', page
+    ):
+        share = links[int(source), int(target)] / report["bytes"]
+        assert float(bottom) - float(top) == pytest.approx(max(560 * share, 0.6), abs=0.11)
+
+
+def test_a_map_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "map.html"
+    told = run("--model", "tiny-qwen3-moe", "--trainer", "pp2", "--engine", "pp2", "--html", str(path), code=2)
+    assert str(path) in told and told.count("\n") == 1
