@@ -1,8 +1,8 @@
 """How long an update is expected to take, per finality policy and commit gate: a model with few terms, all stated.
 
 It knows no contention between ranks of one machine, no congestion and no checksums, and takes buckets for equal. So it
-compares layouts and policies; it does not promise seconds. Lanes are taken to run at the profile's rate, which the one
-transport there is (gloo, through host memory) does not reach.
+compares layouts and policies; it does not promise seconds. Lanes are taken to run at the profile's rate, which
+no transport reaches yet: docs/gpu-results.md has what they do.
 """
 
 from __future__ import annotations

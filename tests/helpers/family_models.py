@@ -145,11 +145,36 @@ FAMILY_MODELS = {
 }
 
 
-def write_transformers(family: str, folder: Path) -> torch.Tensor:
-    """A random model as `transformers` saves it, in `folder`; returns its logits, fp32, for `tokens()`."""
+_ENGINE = dict(num_hidden_layers=5, hidden_size=64, intermediate_size=128, head_dim=32, num_key_value_heads=2)
+_ENGINE_MOE = dict(_ENGINE, moe_intermediate_size=128)
+ENGINE_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _ENGINE_MOE,
+    "qwen2_moe": dict(_ENGINE_MOE, hidden_size=128, shared_expert_intermediate_size=64),
+    "qwen3": _ENGINE,
+    "llama": _ENGINE,
+    "mixtral": _ENGINE,
+    "glm4_moe": _ENGINE_MOE,
+    "deepseek_v3": dict(
+        num_hidden_layers=5,
+        topk_method="noaux_tc",
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        head_dim=64,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    ),
+}
+"""Sizes that vLLM's CPU attention and experts take."""
+
+
+def random_transformers(family: str, **sizes: Any) -> Any:
+    """A random model of `transformers`, fp32, in which no two tensors are alike."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**FAMILY_MODELS[family].config(family))
+    config = AutoConfig.for_model(**{**FAMILY_MODELS[family].config(family), **sizes})
     generator = torch.Generator().manual_seed(5)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     for name, tensor in (*reference.named_parameters(), *reference.named_buffers()):
@@ -158,6 +183,12 @@ def write_transformers(family: str, folder: Path) -> torch.Tensor:
         noise = torch.randn(tensor.shape, generator=generator)
         scale = 0.2 if tensor.dim() == 1 else tensor.shape[-1] ** -0.5
         tensor.data.copy_((1.0 if "norm" in name else 0.0) + scale * noise)
+    return reference
+
+
+def write_transformers(family: str, folder: Path) -> torch.Tensor:
+    """A random model as `transformers` saves it, in `folder`; returns its logits, fp32, for `tokens()`."""
+    reference = random_transformers(family)
     reference.save_pretrained(folder)
     with torch.no_grad():
         return reference(tokens()).logits.float()

@@ -1,0 +1,133 @@
+"""vLLM's own fresh load of a folder, for every rank of a layout, before its post-load processing: against our layout.
+
+No engine is started, and loading needs no message between ranks: one process takes one rank's place in vLLM's parallel
+state after the other, and runs vLLM's own model loader there.
+
+python -m tests.helpers.vllm_load JOBS.json RESULTS.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+IDLE_BUFFERS = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale", "cos_sin_cache", "expert_map")
+"""Ends of the names of vLLM's buffers that no checkpoint feeds."""
+
+
+def main(jobs: Path, results: Path) -> None:
+    """A job has name, model (a folder), tp, pp, ep (expert parallel or not); results: of each job, one per rank."""
+    from vllm.distributed import parallel_state
+
+    found, ready = [], False
+    for job in json.loads(jobs.read_text()):
+        config = _engine_config(job)
+        if not ready:
+            _alone(config, parallel_state, results.with_suffix(".rendezvous"))
+            ready = True
+        found.append([_load(config, job, rank, parallel_state) for rank in range(job["tp"] * job["pp"])])
+        results.write_text(json.dumps(found))
+
+
+def _engine_config(job: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=job["model"],
+        skip_tokenizer_init=True,
+        tensor_parallel_size=job["tp"],
+        pipeline_parallel_size=job["pp"],
+        enable_expert_parallel=job["ep"],
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=64,
+    ).create_engine_config()
+
+
+def _alone(config: Any, parallel_state: Any, rendezvous: Path) -> None:
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+
+
+def _stand_at(group: Any, rank: int, size: int) -> None:
+    group.rank_in_group, group.rank, group.world_size, group.ranks = rank, rank, size, list(range(size))
+
+
+def _load(config: Any, job: dict[str, Any], rank: int, parallel_state: Any) -> dict[str, Any]:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.models import utils as models
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    stage, tp = divmod(rank, job["tp"])
+    _stand_at(parallel_state.get_tp_group(), tp, job["tp"])
+    _stand_at(parallel_state.get_pp_group(), stage, job["pp"])
+    config.compilation_config.static_forward_context.clear()  # names of the last rank's layers
+    models._model_to_pp_missing_layer_names.clear()  # kept by id(), which another rank's freed model may have had
+    with set_current_vllm_config(config):
+        loader = get_model_loader(config.load_config)
+        with set_default_torch_dtype(torch.bfloat16), torch.device("cpu"):
+            model = loader.create_model(vllm_config=config, model_config=config.model_config)
+        loader.load_weights(model, config.model_config)
+        return _compare(model, job, rank)
+
+
+def _compare(model: torch.nn.Module, job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Every byte of every parameter; and the layout that planning makes of the layout string alone."""
+    from safetensors.torch import load_file
+
+    from megastream.engine.vllm import compat
+    from megastream.families import family_of, load_shape
+    from megastream.layout.engine import EngineParam, engine_rank_layout
+    from megastream.layout.mesh import parse_engine_mesh
+    from megastream.layout.synthetic import engine_layouts
+
+    shape = load_shape(Path(job["model"]))
+    family = family_of(shape)
+    mesh = parse_engine_mesh(f"tp{job['tp']} pp{job['pp']} ep{job['tp'] if job['ep'] else 1}")
+    planned = engine_layouts(family, shape, mesh)[rank]
+    slots = {id(p): compat.expert_slots(m) for m in model.modules() if compat.is_experts(m) for p in m.parameters()}
+    held = {name: parameter.data for name, parameter in model.named_parameters()}
+    layout = engine_rank_layout(
+        family,
+        shape,
+        rank=rank,
+        world_size=planned.world_size,
+        coords=planned.coords,
+        params=[
+            EngineParam(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), slots.get(id(p)))
+            for name, p in model.named_parameters()
+        ],
+        unused=planned.unused,
+    )
+    files = load_file(Path(job["model"]) / "model.safetensors")
+    specs = {spec.name: spec.shape for spec in layout.tensors}
+    counts = {spec.name: torch.zeros(spec.num_elements, dtype=torch.int32) for spec in layout.buffers}
+    differing = []
+    for shard in layout.shards:
+        where = shard.box.shape, shard.strides, shard.offset
+        live = held[shard.buffer].view(-1).as_strided(*where)
+        stored = files[shard.tensor].view(specs[shard.tensor])[tuple(map(slice, shard.box.lo, shard.box.hi))]
+        differing += [] if torch.equal(live, stored.to(live.dtype)) else [f"{shard.buffer} ({shard.tensor})"]
+        counts[shard.buffer].as_strided(*where).add_(1)
+    for name, count in counts.items():
+        padding = held[name].view(-1)[count == 0]
+        differing += [] if count.max() <= 1 and not padding.any() else [f"{name}: padding that is not 0, or twice"]
+    return {
+        "compared": len(layout.shards),
+        "differing": differing,
+        "strange_buffers": [name for name, _ in model.named_buffers() if not name.endswith(IDLE_BUFFERS)],
+        "unlike_planned": sorted(set(map(str, planned.shards)) ^ set(map(str, layout.shards)))[:5]
+        + sorted(set(map(str, planned.buffers)) ^ set(map(str, layout.buffers)))[:5],
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
