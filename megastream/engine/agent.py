@@ -40,6 +40,7 @@ from megastream.protocol.records import (
     Record,
 )
 from megastream.protocol.staging import Key
+from megastream.protocol.step_records import Withdrawn
 from megastream.protocol.terms import ProtocolError, check_terms
 
 logger = logging.getLogger(__name__)
@@ -229,6 +230,8 @@ class RankAgent:
                 self._open(current, record)
             case Accepted():
                 current.sink.accepted(record.version, record.attempt)
+            case Withdrawn() if isinstance(current.sink, StreamSink):
+                current.sink.withdrawn(record.version, record.attempt)
             case Attached() if isinstance(current.sink, StreamSink):
                 current.sink.passed(record.version)
             case Failed():

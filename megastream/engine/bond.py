@@ -33,6 +33,8 @@ class Bond:
     bind_by_s: float
     phase: Phase = Phase.BINDING
     table: CommitTable | None = None
+    base: int = -1
+    """The version to compare: a late joiner's is the first that is whole here, its attachment's or a newer one."""
     compared: dict[int, Compared] = field(default_factory=dict)
     commit_by_s: float = NEVER
     finish: TrainingFinished | None = None
@@ -82,7 +84,7 @@ class Bond:
         """ProtocolError that names what differs, for weights which must not be written over."""
         worst = next(record for _, record in sorted(self.compared.items()) if record.differing)
         raise ProtocolError(
-            f"version {self.attach.base_version} is not what engine {engine} serves: {worst.differing} of "
+            f"version {self.base} is not what engine {engine} serves: {worst.differing} of "
             f"{worst.tensors} tensors differ on engine rank {worst.rank}, first {worst.first}; start both from the "
             f"same checkpoint"
         )

@@ -158,10 +158,11 @@ class Coordinator:
             return
         table = bond.table
         if not bond.failed and table is not None and bond.attach.kind == "stream":
-            if bond.phase is Phase.BASE and table.is_ready(bond.attach.base_version):
-                bond.phase = Phase.COMPARING
-                self._compare(bond)
-            elif bond.phase is Phase.LIVE and (key := table.next_commit()) is not None:
+            key = table.next_commit()
+            if bond.phase is Phase.BASE and key is not None:
+                bond.phase, bond.base = Phase.COMPARING, key.version
+                self._compare(bond, key)
+            elif bond.phase is Phase.LIVE and key is not None:
                 self._commit(bond, table, key)
         self._end_if_over(bond)
 
@@ -179,10 +180,7 @@ class Coordinator:
         if self._next is not None:
             self._begin(self._next)
 
-    def _compare(self, bond: Bond) -> None:
-        assert bond.table is not None
-        key = bond.table.next_commit()
-        assert key is not None and key.version == bond.attach.base_version, f"the base version is ready, next is {key}"
+    def _compare(self, bond: Bond, key: Key) -> None:
         payload = {"attachment": bond.name, **key._asdict()}
 
         def done(replies: tuple[dict[str, Any], ...]) -> None:
@@ -201,7 +199,7 @@ class Coordinator:
     def _judge(self, bond: Bond) -> None:
         """Every rank has compared the base version with its live weights."""
         assert bond.table is not None
-        base, attach = bond.attach.base_version, bond.attach
+        base, attach = bond.base, bond.attach
         differing = sum(record.differing for record in bond.compared.values())
         if not differing and self._core.live_version() == base and not self._poisoned:
             bond.table.skip_to(base)
@@ -215,13 +213,13 @@ class Coordinator:
         bond.phase = Phase.REPLACING
         key = bond.table.next_commit()
         assert key is not None
+        bond.base = key.version
         self._commit(bond, bond.table, key)
 
     def _attached(self, bond: Bond, *, replaced: bool) -> None:
         bond.phase = Phase.LIVE
-        version = bond.attach.base_version
-        logger.info("attachment %s is live at version %d", bond.name, version)
-        self._outbox.post(Attached(attachment=bond.name, engine=self.engine, version=version, replaced=replaced))
+        logger.info("attachment %s is live at version %d", bond.name, bond.base)
+        self._outbox.post(Attached(attachment=bond.name, engine=self.engine, version=bond.base, replaced=replaced))
 
     def _commit(self, bond: Bond, table: CommitTable, key: Key) -> None:
         table.start(key)

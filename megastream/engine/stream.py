@@ -106,6 +106,13 @@ class StreamSink:
         with self._changed:
             self._table.accepted(version, attempt)
 
+    def withdrawn(self, version: int, attempt: int) -> None:
+        """The version will not become whole: its staging is free again."""
+        with self._changed:
+            self._table.withdrawn(version, attempt)
+            self._trim()
+            self._changed.notify_all()
+
     def end(self, reason: str) -> None:
         """No further piece is taken; complete versions stay until the sink is dropped."""
         del reason  # nobody waits here for what the end could explain: a lane's thread meets its own error

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
+from typing import Any
+
 from megastream.families import FAMILIES
 from megastream.layout.shard import RankLayout
 from megastream.layout.wire import decode_layout, encode_layout
@@ -25,7 +29,7 @@ def put_layout(log: ControlLog, blob: str, layout: RankLayout) -> None:
     log.put_blob(blob, encode_layout(layout))
 
 
-def plan_of(log: ControlLog, attach: Attach, engine_world_size: int) -> Plan:
+def plan_of(log: ControlLog, attach: Attach, engine_world_size: int, shelf: PlanShelf | None = None) -> Plan:
     """The plan that an Attach asks for. Every layout must be there already: the Attach is written after them.
 
     ProtocolError names the family or the layout that is missing, or what broke the planner; ValueError what the plan
@@ -36,6 +40,28 @@ def plan_of(log: ControlLog, attach: Attach, engine_world_size: int) -> Plan:
     names = [trainer_blob(attach.incarnation, rank) for rank in range(attach.trainer_world_size)]
     trainer = [_fetch(log, name) for name in names]
     engine = [_fetch(log, engine_blob(attach.engine, rank, attach.kind)) for rank in range(engine_world_size)]
+    if shelf is None:
+        return _build(attach, trainer, engine)
+    return shelf.plan(attach, trainer, engine)
+
+
+class PlanShelf:
+    """Plans of one incarnation: engines with equal layouts share one. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+
+    def plan(self, attach: Attach, trainer: list[bytes], engine: list[bytes]) -> Plan:
+        options = (attach.kind, attach.family, attach.piece_bytes, attach.experts_per_unit, attach.finality)
+        key = (*options, *(hashlib.sha256(blob).digest() for blob in (*trainer, *engine)))
+        with self._lock:
+            if key not in self._plans:
+                self._plans[key] = _build(attach, trainer, engine)
+            return self._plans[key]
+
+
+def _build(attach: Attach, trainer: list[bytes], engine: list[bytes]) -> Plan:
     try:
         return build_plan(
             [decode_layout(data) for data in trainer],

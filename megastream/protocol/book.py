@@ -15,6 +15,7 @@ from megastream.protocol.records import (
     Record,
     WeightsReady,
 )
+from megastream.protocol.step_records import Connected, Withdrawn
 from megastream.protocol.terms import ProtocolError
 
 
@@ -27,6 +28,12 @@ class TrainerBook:
         self.bound: dict[tuple[str, int], Bound] = {}
         self.emitted: dict[tuple[int, int], dict[int, Emitted]] = {}
         self.committed: list[Committed] = []
+        self.connected: set[int] = set()
+        """Trainer ranks whose lanes are open, of an engine that came late."""
+        self.whole_version = -1
+        """The newest one that has a manifest."""
+        self.settled_version = -1
+        """The newest one that has a manifest or was withdrawn: no rank has pieces of it on a lane any more."""
         self.lanes_open: LanesOpen | None = None
         self.attached: Attached | None = None
         self.detached: Detached | None = None
@@ -39,20 +46,41 @@ class TrainerBook:
         if getattr(record, "attachment", None) != self.attachment:
             return
         match record:
+            case Emitted() | Committed() | WeightsReady() | Withdrawn():
+                self._take_version(record)
             case Bound():
                 self.bound[record.side, record.rank] = record
-            case Emitted():
-                self.emitted.setdefault((record.version, record.attempt), {})[record.rank] = record
-            case Committed():
-                self.committed.append(record)
             case LanesOpen():
                 self.lanes_open = record
+            case Connected():
+                self.connected.add(record.rank)
             case Attached():
                 self.attached = record
             case Detached():
                 self.detached = record
             case Failed():
                 self.failed = self.failed or record
+
+    def _take_version(self, record: Emitted | Committed | WeightsReady | Withdrawn) -> None:
+        match record:
+            case Emitted():
+                self.emitted.setdefault((record.version, record.attempt), {})[record.rank] = record
+            case Committed():
+                self.committed.append(record)
+            case WeightsReady():
+                self.whole_version = self.settled_version = record.version
+            case Withdrawn():
+                self.settled_version = record.version
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more is sent: it failed, or the engine has answered its end."""
+        return self.failed is not None or self.detached is not None
+
+    @property
+    def is_connected(self) -> bool:
+        """The lanes of every trainer rank are open."""
+        return len(self.connected) == self.num_ranks["trainer"]
 
     @property
     def live_version(self) -> int:
@@ -89,10 +117,17 @@ class TrainerBook:
         there = self.emitted.get((version, attempt), {})
         return [f"trainer rank {rank}" for rank in range(self.num_ranks["trainer"]) if rank not in there]
 
-    def manifest(self, plan: Plan, incarnation: int, version: int, attempt: int, train_step: int) -> WeightsReady:
-        """The manifest of a version that every rank emitted. ProtocolError when it is not what the plan asks for."""
+    def manifest(
+        self, plan: Plan, incarnation: int, version: int, attempt: int, train_step: int
+    ) -> WeightsReady | Withdrawn:
+        """What becomes of a version that every rank emitted: its manifest, or that a rank has withdrawn it.
+
+        ProtocolError when it is not what the plan asks for.
+        """
         emitted = self.emitted.pop((version, attempt))
         self.emitted = {key: value for key, value in self.emitted.items() if key > (version, attempt)}
+        if any(record.withdrawn for record in emitted.values()):
+            return Withdrawn(attachment=self.attachment, incarnation=incarnation, version=version, attempt=attempt)
         for rank, record in sorted(emitted.items()):
             pieces = plan.by_source.get(rank, ())
             elements, num_bytes = sum(p.num_elements for p in pieces), sum(p.num_bytes for p in pieces)

@@ -11,6 +11,7 @@ from megastream.protocol.book import TrainerBook
 from megastream.protocol.control import ControlLog
 from megastream.protocol.follow import Follower
 from megastream.protocol.records import Attach, EngineReady, Failed, Record, TrainerReady
+from megastream.protocol.step_records import Opened, Waiting
 
 T = TypeVar("T")
 
@@ -24,17 +25,30 @@ class EnginePoisoned(SyncError):
 
 
 class Journal:
-    """Collects who is ready, this incarnation's Attach, and its book. Only `wait` blocks."""
+    """Collects who is ready, this incarnation's attachments with their books, and its openings. Only `wait` blocks.
 
-    def __init__(self, log: ControlLog, who: str, incarnation: int) -> None:
-        self._who, self.incarnation = who, incarnation
-        self._changed = threading.Condition()
+    With `strict` an attachment that fails ends the training; otherwise only what a trainer rank says of itself does,
+    a newer incarnation, or a control plane that is lost.
+    """
+
+    def __init__(self, log: ControlLog, who: str, incarnation: int, *, strict: bool = True) -> None:
+        self._who, self.incarnation, self._strict = who, incarnation, strict
+        self.changed = threading.Condition()
+        self.num_taken = 0
         self._engines: dict[str, dict[int, EngineReady]] = {}
         self._trainers: set[int] = set()
-        self._lost = ""
+        self._ended = ""
         self._early: Failed | None = None
-        self.attach: Attach | None = None
-        self.book: TrainerBook | None = None
+        self.attaches: dict[str, Attach] = {}
+        """Of this incarnation, by name, in their order."""
+        self.books: dict[str, TrainerBook] = {}
+        self.openings: dict[int, Opened] = {}
+        """By version; only the newest two are kept."""
+        self.lasts: list[Opened] = []
+        self.waiting: dict[int, list[float]] = {}
+        """When ranks came to a version that was not open, in monotonic seconds; from the newest open one on."""
+        self.on_late: Callable[[Attach], None] = lambda attach: None
+        """Called in the thread that reads the log when an engine attaches while training goes on."""
         self._follower = Follower(
             log, who.replace(" ", "-"), take=self._take, refused=self._on_refused, lost=self._on_lost
         )
@@ -45,18 +59,28 @@ class Journal:
     def stop(self) -> None:
         self._follower.stop()
 
-    @property
-    def attachment(self) -> str:
-        """The name of this incarnation's attachment, known before anybody attaches."""
-        return f"i{self.incarnation}"
+    def name(self, number: int) -> str:
+        """The name of this incarnation's attachment `number`, from 0; that of the first is known from its start."""
+        return f"i{self.incarnation}" if number == 0 else f"i{self.incarnation}-{number + 1}"
 
-    def ready_engine(self, name: str) -> tuple[str, int] | None:
-        """(engine, number of ranks) of an engine whose ranks are all up: `name`, or the one that came up last."""
-        for engine, ranks in reversed(self._engines.items()):
-            world_size = next(iter(ranks.values())).world_size
-            if name in ("", engine) and len(ranks) == world_size:
-                return engine, world_size
-        return None
+    def first_attaches(self, count: int) -> list[Attach] | None:
+        """The attachments that rank 0 asked for at the start, once all of them are there."""
+        return list(self.attaches.values())[:count] if len(self.attaches) >= count else None
+
+    def last(self, number: int) -> Opened | None:
+        """The word of rank 0 at the end of training; `number` counts the calls."""
+        return self.lasts[number] if len(self.lasts) > number else None
+
+    def ready_engines(self, name: str, count: int) -> list[str] | None:
+        """Engines whose ranks are all up, the last `count` that came, oldest first; or the one that is named."""
+        ready = [engine for engine, ranks in self._engines.items() if name in ("", engine) and self._is_up(ranks)]
+        return ready[-count:] if len(ready) >= count else None
+
+    def free_engines(self, name: str) -> list[str]:
+        """Engines that may attach now: all ranks are up, and none of ours holds it or could not be attached to it."""
+        held = {attach.engine for attach in self.attaches.values() if not self._is_free(self.books[attach.attachment])}
+        ready = [engine for engine, ranks in self._engines.items() if name in ("", engine) and self._is_up(ranks)]
+        return [engine for engine in ready if engine not in held]
 
     def missing_trainers(self, world_size: int) -> list[str]:
         return [f"trainer rank {rank}" for rank in range(world_size) if rank not in self._trainers]
@@ -67,11 +91,13 @@ class Journal:
     @property
     def failure(self) -> str:
         """Why no wait can succeed any more; empty while all is well."""
-        failed = self._early or (self.book.failed if self.book is not None else None)
-        if failed is not None:
-            rank = f" rank {failed.rank}" if failed.rank >= 0 else ""
-            return f"{failed.side}{rank} failed: {failed.reason}"
-        return self._lost
+        if self._early is not None:
+            return describe_failed(self._early)
+        if self._strict:
+            failed = [book.failed for book in self.books.values() if book.failed is not None]
+            if failed:
+                return describe_failed(failed[0])
+        return self._ended
 
     def explain(self, reason: str) -> str:
         """Why this rank cannot go on, behind who failed first where that says something else."""
@@ -80,49 +106,105 @@ class Journal:
             return reason
         return first if reason in first else f"{first} ({reason})"
 
-    def failure_within(self, seconds: float) -> str:
-        """`failure`, waiting so long for one: lanes break faster than the record that says why arrives."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure, seconds)
-            return self.failure
+    def failure_within(self, seconds: float, book: TrainerBook) -> str:
+        """Why an attachment ended, waiting so long for a word: lanes break faster than records come."""
 
-    def wait(self, check: Callable[[], T | None], deadline_s: float, missing: Callable[[], str]) -> T:
+        def found() -> str:
+            return describe_failed(book.failed) if book.failed is not None else self.failure
+
+        with self.changed:
+            self.changed.wait_for(found, seconds)
+            return found()
+
+    def wait(
+        self,
+        check: Callable[[], T | None],
+        deadline_s: float,
+        missing: Callable[[], str],
+        book: TrainerBook | None = None,
+    ) -> T:
         """What `check` gives as soon as it is neither None nor False. It runs under the lock, after every record.
 
-        SyncError when the attachment fails first, or after `deadline_s`; then it names what is `missing`.
+        SyncError when the training fails first (or the attachment of `book`), or after `deadline_s`; then it names
+        what is `missing`.
         """
         deadline = time.monotonic() + deadline_s
-        with self._changed:
+        with self.changed:
             while True:
                 found = check()
                 if found is not None and found is not False:
                     return found
                 if self.failure:
                     raise SyncError(self.failure)
-                if not self._changed.wait(deadline - time.monotonic()):
+                if book is not None and book.failed is not None:
+                    raise SyncError(describe_failed(book.failed))
+                if not self.changed.wait(deadline - time.monotonic()):
                     raise SyncError(f"{self._who} waited {deadline_s:g} s for {missing()}")
 
+    def end(self, reason: str) -> None:
+        """Nothing can succeed from now on. The first reason counts."""
+        with self.changed:
+            self._ended = self._ended or reason
+            self.changed.notify_all()
+
     def _take(self, record: Record) -> None:
-        with self._changed:
+        with self.changed:
+            self.num_taken += 1
             match record:
                 case EngineReady():
                     self._engines.setdefault(record.engine, {})[record.rank] = record
                 case TrainerReady() if record.incarnation == self.incarnation:
                     self._trainers.add(record.rank)
                 case Attach() if record.incarnation == self.incarnation:
-                    self.attach = record
-                    ranks = self.engine_world_size(record.engine)
-                    self.book = TrainerBook(record.attachment, record.engine, record.trainer_world_size, ranks)
-                case Failed() if self.book is None and record.attachment == self.attachment:
+                    self._take_attach(record)
+                case Attach() if record.incarnation > self.incarnation:
+                    self._ended = self._ended or f"superseded by incarnation {record.incarnation}"
+                case Opened() if record.incarnation == self.incarnation:
+                    self._take_opened(record)
+                case Waiting() if record.incarnation == self.incarnation:
+                    self.waiting.setdefault(record.version, []).append(time.monotonic())
+                case Failed() if record.incarnation == self.incarnation or self._is_early(record):
                     self._early = self._early or record
-                case _ if self.book is not None:
-                    self.book.take(record)
-            self._changed.notify_all()
+                case _:
+                    for book in self.books.values():
+                        book.take(record)
+            self.changed.notify_all()
+
+    def _take_attach(self, record: Attach) -> None:
+        ranks = self.engine_world_size(record.engine)
+        self.attaches[record.attachment] = record
+        self.books[record.attachment] = TrainerBook(record.attachment, record.engine, record.trainer_world_size, ranks)
+        if record.late_joiner:
+            self.on_late(record)
+
+    def _take_opened(self, record: Opened) -> None:
+        if record.last:
+            self.lasts.append(record)
+            return
+        self.openings[record.version] = record
+        self.openings = {version: o for version, o in self.openings.items() if version >= record.version - 1}
+        self.waiting = {version: since for version, since in self.waiting.items() if version >= record.version}
+
+    def _is_early(self, record: Failed) -> bool:
+        """Somebody failed before there was an Attach to fail."""
+        return not self.attaches and record.attachment == self.name(0)
+
+    @staticmethod
+    def _is_up(ranks: dict[int, EngineReady]) -> bool:
+        return len(ranks) == next(iter(ranks.values())).world_size
+
+    @staticmethod
+    def _is_free(book: TrainerBook) -> bool:
+        """The engine has answered the end of an attachment that it had taken: it is as it was, with some version."""
+        return book.attached is not None and book.detached is not None
 
     def _on_refused(self, record: Record | None, reason: str) -> None:
-        self._on_lost(f"{self._who} {reason}")
+        self.end(f"{self._who} {reason}")
 
     def _on_lost(self, reason: str) -> None:
-        with self._changed:
-            self._lost = reason
-            self._changed.notify_all()
+        self.end(reason)
+
+
+def describe_failed(failed: Failed) -> str:
+    rank = f" rank {failed.rank}" if failed.rank >= 0 else ""
+    return f"{failed.side}{rank} failed: {failed.reason}"

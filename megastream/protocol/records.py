@@ -7,11 +7,15 @@ Who writes what, in the order of a run:
     trainer rank 0  Attach            "attachment A binds incarnation I to engine E, these are the terms"
     everybody       Bound             "I built the plan of A; its digest; (engine ranks) my lane addresses"
     trainer rank 0  LanesOpen         "all digests are equal: open the lanes"
+    trainer rank    Connected         "my lanes of A are open" (engines that come late: training goes on meanwhile)
     engine rank     Compared          "version `base` arrived; so many of my tensors differ from what is live"
     engine core     Attached          "A is live" or why not
-    trainer rank    Emitted           "my pieces of (V, attempt) are all out"
+    trainer rank    Waiting           "I am about to change my weights for V, and nobody has said who takes it"
+    trainer rank 0  Opened            "these attachments take V; those join, and get the version before it first"
+    trainer rank    Emitted           "my pieces of (V, attempt) are all out", or as many as will come
     trainer rank 0  Accepted          "(V, attempt) is decided: the step counts"
     trainer rank 0  WeightsReady      the manifest of V
+    trainer rank 0  Withdrawn         in its place: "some rank took V back, it never becomes whole here"
     engine rank     UnitsSealed       "these units of (V, attempt) are, the others not yet" (gates that commit in parts)
     engine rank     Sealed            "all planned elements of (V, attempt) are in and checked"
     engine rank     Loaded            "my whole-model load of V took so long" (gate `pause` only)
@@ -36,6 +40,7 @@ from megastream.protocol.lane import LaneAddress
 from megastream.protocol.part_records import GateSet, Mixed, PartCommitted, SetGate, UnitsSealed
 from megastream.protocol.part_records import RankCommit as RankCommit
 from megastream.protocol.part_records import TaggedRecord as _Record
+from megastream.protocol.step_records import Connected, Opened, Waiting, Withdrawn
 
 PlanKind = Literal["stream", "whole"]
 """`stream`: engine buffers in the loader layout, written in place. `whole`: full tensors for vLLM's own loader."""
@@ -69,20 +74,21 @@ class Attach(_Record, frozen=True, kw_only=True, tag="attach"):
     family: str
     """Name of the model family's table, e.g. "qwen3_moe"."""
     base_version: int
+    """The first version; a late joiner's is this or the first newer one that is whole on it."""
     trainer_world_size: int
     finality: str
     piece_bytes: int
     experts_per_unit: int
     train_step: int
+    late_joiner: bool = False
+    """The engine comes while training goes on: the base version is one that others may have taken already."""
     # Refused by name when they differ from these defaults (protocol/terms.py): reserved for later.
     membership_epoch: int = 0
     namespace: str = "base"
     encoding: Encoding = "dense"
     transfer: Literal["push", "pull"] = "push"
     replicas: tuple[str, ...] = ()
-    """Further engines that take the same pieces."""
-    late_joiner: bool = False
-    """True when the engine joins a version that others already took."""
+    """Further engines that take the same pieces from the same lanes."""
     commit_step: int = -1
     """Engine step at which several cores commit together."""
 
@@ -130,6 +136,8 @@ class Emitted(_Record, frozen=True, kw_only=True, tag="emitted"):
     wire_bytes: int
     elements: int
     wait_s: float
+    withdrawn: bool = False
+    """This rank took the version back before all of its pieces were packed."""
 
 
 class Accepted(_Record, frozen=True, kw_only=True, tag="accepted"):
@@ -207,6 +215,8 @@ class Failed(_Record, frozen=True, kw_only=True, tag="failed"):
     side: Who
     rank: int
     reason: str
+    incarnation: int = 0
+    """Of a trainer that ends as a whole, with all its attachments; 0 where only this attachment does."""
 
 
 STANDING = (EngineReady, TrainerReady, Detached)
@@ -219,11 +229,15 @@ Record = (
     | Attach
     | Bound
     | LanesOpen
+    | Connected
     | Compared
     | Attached
+    | Waiting
+    | Opened
     | Emitted
     | Accepted
     | WeightsReady
+    | Withdrawn
     | UnitsSealed
     | Sealed
     | Loaded

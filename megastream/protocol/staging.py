@@ -160,6 +160,10 @@ class StagingTable:
         """The trainer decided that `attempt` is version `version`; other attempts of it are refused from now on."""
         self._accepted[version] = attempt
 
+    def withdrawn(self, version: int, attempt: int) -> None:
+        """The trainer took this attempt back for good: it leaves staging, and what still comes of it is dropped."""
+        self._withdraw_below(Key(self.terms.incarnation, version, attempt + 1))
+
     def committed(self, version: int) -> None:
         """`version` is live: it and everything it overtook leaves staging, and no older piece is taken again."""
         self._live = max(self._live, version)
@@ -180,7 +184,7 @@ class StagingTable:
             self._drop(key)
 
     def _withdraw_below(self, key: Key) -> None:
-        self._attempts[key.version] = key.attempt
+        self._attempts[key.version] = max(key.attempt, self._attempts.get(key.version, 0))
         for old in [k for k in self._sets if k.version == key.version and k.attempt < key.attempt]:
             self._drop(old)
 

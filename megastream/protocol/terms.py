@@ -29,8 +29,7 @@ _LATER = {
     "namespace": ("base", "LoRA namespaces: only the base weights are streamed"),
     "encoding": ("dense", "delta pieces: every piece carries the values themselves"),
     "transfer": ("push", "pull transports: the trainer pushes"),
-    "replicas": ((), "several engines: one attachment binds one engine"),
-    "late_joiner": (False, "late joiners: an engine joins at the base version of its own attachment"),
+    "replicas": ((), "lanes that feed several engines: every engine has an attachment and lanes of its own"),
     "commit_step": (-1, "commits at a step counter: one engine core commits by itself, data-parallel cores cannot"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -10,9 +11,9 @@ from megastream.control.redis_log import RedisLog
 from megastream.protocol.control import ControlError
 from megastream.rl.train_config import TrainConfig
 from megastream.rl.watermark import Watermark
-from megastream.sync import TrainerSettings, TrainerSync
+from megastream.sync import Opening, TrainerSettings, TrainerSync
 from megastream.trainer.adapter import MegatronAdapter
-from megastream.trainer.agreement import together
+from megastream.trainer.agreement import gather, together
 from megastream.trainer.stepper import Listener
 
 WATERMARK_FILE = "versions.json"
@@ -49,6 +50,8 @@ class Streaming:
         settings = TrainerSettings(
             launch=f"{self._config.run.id}-{self._launch}",
             engine=stream.engine,
+            engines=stream.engines,
+            late_joiners=stream.late_joiners,
             finality=self._config.finality,
             piece_bytes=int(stream.piece_mib * 2**20),
             experts_per_unit=self._config.experts_per_unit,
@@ -57,6 +60,9 @@ class Streaming:
             bind_s=deadlines.attach_s,
             attach_s=deadlines.attach_s,
             transfer_s=deadlines.step_s,
+            lag_s=deadlines.lag_s,
+            join_s=deadlines.join_s,
+            alone_s=deadlines.alone_s,
             detach_s=deadlines.step_s,
         )
         self._sync = TrainerSync(
@@ -70,7 +76,7 @@ class Streaming:
         return self._sync.listener if self._sync is not None else Listener(lambda bucket: None)
 
     def end(self, ok: bool) -> int | None:
-        """After the optimizer step: its version, or None when the step did not count or there is no engine."""
+        """After the optimizer step: its version, or None when the step did not count or nothing is streamed."""
         if self._sync is None or not ok:
             return None
         self._sync.accept()
@@ -79,9 +85,25 @@ class Streaming:
             self._watermark.reserve(self._sync.next_version)  # nobody can see it yet
         return self.version
 
+    def cost(self) -> dict[str, Any]:
+        """What engines cost the last step, over all ranks, and who took its version. Nothing without engines."""
+        if self._sync is None:
+            return {}
+        ranks: list[Opening] = gather(self._sync.opening)
+        return {
+            "opening_ms": 1e3 * max(each.wait_s for each in ranks),
+            "join_ms": 1e3 * max(each.join_s for each in ranks),
+            "slot_wait_ms": 1e3 * max(each.slot_wait_s for each in ranks),
+            "takes": list(ranks[0].takes),
+            "joined": list(ranks[0].joined),
+            "skipped": list(ranks[0].skipped),
+            "withdrawn": sorted({engine for each in ranks for engine in each.withdrawn}),
+        }
+
     def finished(self) -> None:
-        """After the last step: waits until the engine has its version, then ends the attachment."""
+        """After the last step: waits until every engine has its version, then ends the attachments."""
         if self._sync is not None:
+            self._sync.catch_up()
             self._sync.wait_committed(self.version, self._config.deadlines.step_s)
             self._sync.finished(f"{self._config.run.steps} steps are done")
 

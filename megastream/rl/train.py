@@ -184,8 +184,8 @@ def _micro_batches(rank: Rank, index: int) -> Iterator[TokenBatch]:
 
 def _waits(sync: TrainerSync) -> dict[str, float]:
     """What emission costs: the step's wait before weights could change, and the packing thread's waits for a slot."""
-    last = sync.reports[-1]
-    return {"opening_ms": sync.opening_s * 1e3, "slot_wait_ms": last.wait_s * 1e3, "slot_wait_version": last.version}
+    last, opening_ms = sync.reports[-1], sync.opening.wait_s * 1e3
+    return {"opening_ms": opening_ms, "slot_wait_ms": last.wait_s * 1e3, "slot_wait_version": last.version}
 
 
 def _write_step(

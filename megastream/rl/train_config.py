@@ -76,10 +76,16 @@ class OptimizerSection(Section, frozen=True, kw_only=True):
 
 
 class StreamSection(Section, frozen=True, kw_only=True):
-    """The engine that takes the weights. Without this section nothing is streamed."""
+    """The engines that take the weights. Without this section nothing is streamed.
+
+    `engines` are waited for at the start. With `late_joiners` others may come later, and one that is lost is left
+    behind; `engine` names the only one that may attach.
+    """
 
     control_url: str
     engine: str = ""
+    engines: int = 1
+    late_joiners: bool = True
     piece_mib: float = 1.0
     slots_per_target: int = 4
 
@@ -100,13 +106,20 @@ class CheckpointSection(Section, frozen=True, kw_only=True):
 
 
 class DeadlineSection(Section, frozen=True, kw_only=True):
-    """Seconds. Every wait ends at one of these and then says who waited for whom."""
+    """Seconds. Every wait ends at one of these and then says who waited for whom.
+
+    `lag_s`: for how long a step waits for a slow engine, which then skips versions; `join_s`: for one that joins;
+    `alone_s`: how long training goes on without any engine.
+    """
 
     start_s: float = 600.0
     attach_s: float = 600.0
     step_s: float = 600.0
     save_s: float = 600.0
     reconnect_s: float = 60.0
+    lag_s: float = 30.0
+    join_s: float = 600.0
+    alone_s: float = 600.0
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):
@@ -205,6 +218,11 @@ def parse_train_config(raw: dict[str, Any]) -> TrainConfig:
         raise ConfigError(f"finality and optimizer.clip_grad: {reason}")
     if config.checkpoint and config.checkpoint.weights_only and config.checkpoint.load in (NEWEST, NONE):
         raise ConfigError("checkpoint.weights_only needs the path of a checkpoint in checkpoint.load")
+    if config.stream and config.stream.engine and config.stream.engines > 1:
+        raise ConfigError(
+            f"stream.engine names {config.stream.engine}, stream.engines is {config.stream.engines}; leave engine out, "
+            f"or set engines to 1"
+        )
     host, _, port = config.rendezvous.address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"rendezvous.address is {config.rendezvous.address!r}; give host:port")

@@ -224,7 +224,7 @@ def _run(trainer: Trainer, streaming: Streaming) -> None:
         trainer.step += 1
         trainer.sequences += config.batch.global_sequences
         trainer.skipped += not result.ok
-        _write_step(trainer, result, loss, rate, version, begin)
+        _write_step(trainer, result, loss, rate, begin, version=version, **streaming.cost())
         _save(trainer, streaming.version)
         _publish(trainer)
     stepper.close()
@@ -252,7 +252,7 @@ def _micro_batches(trainer: Trainer) -> Iterator[TokenBatch]:
 
 
 def _write_step(
-    trainer: Trainer, result: StepResult, loss: float | None, rate: float, version: int | None, begin: float
+    trainer: Trainer, result: StepResult, loss: float | None, rate: float, begin: float, **streamed: Any
 ) -> None:
     """Every rank calls it: the loss is the mean over the replicas."""
     mine = loss if loss is not None and trainer.coords["tp"] == 0 else None
@@ -264,8 +264,8 @@ def _write_step(
         grad_norm=result.grad_norm,
         learning_rate=rate,
         ok=result.ok,
-        version=version,
         step_ms=(time.perf_counter() - begin) * 1e3,
+        **streamed,
     )
 
 

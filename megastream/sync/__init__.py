@@ -3,6 +3,7 @@
 from megastream.protocol.journal import EnginePoisoned, SyncError
 from megastream.sync.binding import TrainerModel
 from megastream.sync.engine import EngineSync, EngineSyncSettings, WholeUpdate
+from megastream.sync.opening import Opening
 from megastream.sync.trainer import TrainerSync
 from megastream.trainer.settings import TrainerSettings
 
@@ -10,6 +11,7 @@ __all__ = [
     "EnginePoisoned",
     "EngineSync",
     "EngineSyncSettings",
+    "Opening",
     "SyncError",
     "TrainerModel",
     "TrainerSettings",

@@ -12,7 +12,7 @@ import torch
 from megastream.families.family import Family
 from megastream.layout.shard import RankLayout
 from megastream.plan.types import Piece, Plan
-from megastream.protocol.bind import plan_of, put_layout, trainer_blob
+from megastream.protocol.bind import PlanShelf, plan_of, put_layout, trainer_blob
 from megastream.protocol.book import TrainerBook
 from megastream.protocol.bounds import MOST_NUMBER
 from megastream.protocol.control import ControlError, ControlLog
@@ -21,6 +21,7 @@ from megastream.protocol.journal import Journal, SyncError
 from megastream.protocol.lane import SendLane
 from megastream.protocol.records import Attach, Bound, LanesOpen, PlanKind, TrainerReady
 from megastream.protocol.terms import ProtocolError
+from megastream.sync.feed import Feed
 from megastream.trainer.emit import Emitter
 from megastream.trainer.outgoing import MakeHeader
 from megastream.trainer.settings import TrainerSettings
@@ -29,6 +30,8 @@ from megastream.transport.lanes import connect
 _POLL_S = 0.05
 GRACE_S = 2.0
 """How much longer the other ranks wait for rank 0 than it waits itself: its word at its deadline says more."""
+_HERE_S = 2.0
+"""One that was there so long ago may be asked to attach."""
 _SILENT_S = 5.0
 """An engine rank stands on the control plane about once a second; after so long without, it is called away."""
 
@@ -48,19 +51,24 @@ class TrainerModel(Protocol):
 
 
 class Binder:
-    """The steps of one rank, in this order. Each blocks until it is done or its deadline has passed."""
+    """The steps of one rank, in this order. Each blocks until it is done or its deadline has passed.
+
+    `feed` may run in several threads, for different attachments.
+    """
 
     def __init__(
         self, log: ControlLog, trainer: TrainerModel, settings: TrainerSettings, *, rank: int, world_size: int
     ) -> None:
         self._log, self._trainer, self._settings = log, trainer, settings
         self._rank, self._world_size = rank, world_size
+        self._plans = PlanShelf()
 
     def announce(self) -> Journal:
         """Publishes this rank's layout; returns the journal that follows this incarnation."""
         incarnation = self._incarnation()
         put_layout(self._log, trainer_blob(incarnation, self._rank), self._trainer.describe())
-        journal = Journal(self._log, f"trainer rank {self._rank}", incarnation)
+        strict = not self._settings.late_joiners
+        journal = Journal(self._log, f"trainer rank {self._rank}", incarnation, strict=strict)
         journal.start()
         self._log.append(
             TrainerReady(
@@ -69,18 +77,19 @@ class Binder:
         )
         return journal
 
-    def post_attach(self, journal: Journal, kind: PlanKind, base_version: int | None, train_step: int) -> None:
-        """Rank 0: waits until the engine and all trainer ranks are up, then says what is to be attached."""
+    def post_attaches(self, journal: Journal, kind: PlanKind, base_version: int | None, train_step: int) -> None:
+        """Rank 0: waits until engines and all trainer ranks are up, then says what is to be attached."""
         settings = self._settings
         journal.wait(
             lambda: not journal.missing_trainers(self._world_size),
             settings.ready_s,
             lambda: f"{', '.join(journal.missing_trainers(self._world_size))} to come up",
         )
-        engine, _ = journal.wait(
-            lambda: journal.ready_engine(settings.engine),
+        some = "an engine" if settings.engines == 1 else f"{settings.engines} engines"
+        engines = journal.wait(
+            lambda: journal.ready_engines(settings.engine, settings.engines),
             settings.ready_s,
-            lambda: f"all ranks of {'engine ' + settings.engine if settings.engine else 'an engine'} to come up",
+            lambda: f"all ranks of {'engine ' + settings.engine if settings.engine else some} to come up",
         )
         highest = self._log.highest_version()
         base = highest + 1 if base_version is None else base_version
@@ -91,36 +100,61 @@ class Binder:
                 f"base version {base} of incarnation {journal.incarnation}: versions up to {highest} were published "
                 f"before, and none is used twice; leave base_version out"
             )
-        self._log.append(
-            Attach(
-                attachment=journal.attachment,
-                incarnation=journal.incarnation,
-                engine=engine,
-                kind=kind,
-                family=self._trainer.family.name,
-                base_version=base,
-                trainer_world_size=self._world_size,
-                finality=settings.finality,
-                piece_bytes=settings.piece_bytes,
-                experts_per_unit=settings.experts_per_unit,
-                train_step=train_step,
-            )
+        for number, engine in enumerate(engines):
+            self._log.append(self.attach_record(journal, number, engine, base, train_step, kind=kind))
+
+    def attach_record(
+        self,
+        journal: Journal,
+        number: int,
+        engine: str,
+        base: int,
+        train_step: int,
+        *,
+        kind: PlanKind = "stream",
+        late: bool = False,
+    ) -> Attach:
+        """The terms of attachment `number` of this incarnation."""
+        settings = self._settings
+        return Attach(
+            attachment=journal.name(number),
+            incarnation=journal.incarnation,
+            engine=engine,
+            kind=kind,
+            family=self._trainer.family.name,
+            base_version=base,
+            trainer_world_size=self._world_size,
+            finality=settings.finality,
+            piece_bytes=settings.piece_bytes,
+            experts_per_unit=settings.experts_per_unit,
+            train_step=train_step,
+            late_joiner=late,
         )
+
+    def feed(self, journal: Journal, attach: Attach) -> Feed:
+        """Agrees on the plan with all ranks of both sides and connects to every engine rank that this rank sends to.
+
+        Blocks. Raises what `bind`, a lane or the emitter raises; nothing is left open then.
+        """
+        book = journal.books[attach.attachment]
+        plan = self.bind(journal, attach, book)
+        emitter = self.open_lanes(attach, plan, book)
+        return Feed(self._log, journal, attach, plan, emitter, self._settings, self._rank)
 
     def bind(self, journal: Journal, attach: Attach, book: TrainerBook) -> Plan:
         """Builds the plan and waits until every rank of both sides has built the same one."""
-        plan = plan_of(self._log, attach, journal.engine_world_size(attach.engine))
+        plan = plan_of(self._log, attach, journal.engine_world_size(attach.engine), self._plans)
         self._log.append(Bound(attachment=attach.attachment, side="trainer", rank=self._rank, digest=plan.digest))
         if self._rank == 0:
             journal.wait(
                 lambda: not book.not_bound(),
                 self._settings.bind_s,
                 lambda: f"{', '.join(book.not_bound())} to build the plan{self._who_is_away(book)}",
+                book,
             )
             self._log.append(LanesOpen(attachment=attach.attachment, digest=book.agreed_digest()))
-        opened = journal.wait(
-            lambda: book.lanes_open, self._settings.bind_s + GRACE_S, lambda: "trainer rank 0 to open the lanes"
-        )
+        deadline_s = self._settings.bind_s + GRACE_S
+        opened = journal.wait(lambda: book.lanes_open, deadline_s, lambda: "trainer rank 0 to open the lanes", book)
         if opened.digest != plan.digest:
             raise ProtocolError(f"trainer rank {self._rank} built plan {plan.digest}, agreed was {opened.digest}")
         return plan
@@ -134,16 +168,22 @@ class Binder:
                 address = book.bound["engine", target].addresses[self._rank]
                 lanes[target] = connect(address, self._settings.bind_s, device)
                 opened.callback(lanes[target].close)
+            emitter = Emitter(
+                plan,
+                self._rank,
+                self._trainer.buffers,
+                lanes,
+                header_maker(self._log.run_id, attach, plan.digest),
+                slots_per_target=self._settings.slots_per_target,
+                deadline_s=self._settings.transfer_s,
+            )
             opened.pop_all()
-        return Emitter(
-            plan,
-            self._rank,
-            self._trainer.buffers,
-            lanes,
-            header_maker(self._log.run_id, attach, plan.digest),
-            slots_per_target=self._settings.slots_per_target,
-            deadline_s=self._settings.transfer_s,
-        )
+        return emitter
+
+    def is_here(self, journal: Journal, engine: str) -> bool:
+        """Every rank of an engine was on the control plane a moment ago: what the log says of it still holds."""
+        silent = [self._log.silent_s(engine, rank) for rank in range(journal.engine_world_size(engine))]
+        return all(each is not None and each <= _HERE_S for each in silent)
 
     def _who_is_away(self, book: TrainerBook) -> str:
         """Engine ranks that have not bound because they are not there, as far as the control plane knows."""

@@ -19,6 +19,7 @@ def emitted(attach: Attach, rank: int, report: EmitReport) -> Emitted:
         wire_bytes=report.wire_bytes,
         elements=report.elements,
         wait_s=report.wait_s,
+        withdrawn=report.withdrawn,
     )
 
 
@@ -38,5 +39,6 @@ def training_finished(attach: Attach, version: int, reason: str) -> TrainingFini
     )
 
 
-def failed(attachment: str, rank: int, reason: str) -> Failed:
-    return Failed(attachment=attachment, side="trainer", rank=rank, reason=reason)
+def failed(attachment: str, rank: int, reason: str, incarnation: int = 0) -> Failed:
+    """`incarnation` is given where the trainer ends as a whole."""
+    return Failed(attachment=attachment, side="trainer", rank=rank, reason=reason, incarnation=incarnation)

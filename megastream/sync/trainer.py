@@ -13,12 +13,14 @@
 
 Every trainer rank makes the same calls in the same order. Every wait ends: with what it waited for, with a SyncError
 that names who failed and why, or with a SyncError that says who waited for whom.
+
+Every engine has an attachment, lanes and slots of its own. With `settings.late_joiners` engines come and go while
+training goes on: one that is lost is left behind, one that comes up is bound beside the training, and gets the newest
+version whole before the next step.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
@@ -31,14 +33,15 @@ from megastream.protocol.lane import LaneError
 from megastream.protocol.records import Attach, Attached, Committed, PlanKind
 from megastream.sync import records
 from megastream.sync.binding import GRACE_S, Binder, TrainerModel
-from megastream.trainer.emit import Emitter
+from megastream.sync.feed import Feed, FeedLost
+from megastream.sync.feeds import Feeds
+from megastream.sync.opening import Boundary, Emission, Opening
+from megastream.sync.usher import Usher
 from megastream.trainer.outgoing import EmitError, EmitReport
 from megastream.trainer.settings import TrainerSettings
 from megastream.trainer.stepper import Listener
 
 T = TypeVar("T")
-
-CAUSE_S = 1.0  # how long a broken emission waits for the record that says who failed first
 
 
 class TrainerSync:
@@ -48,87 +51,99 @@ class TrainerSync:
         self, log: ControlLog, *, rank: int, world_size: int, trainer: TrainerModel, settings: TrainerSettings
     ) -> None:
         self._log, self._trainer, self._settings = log, trainer, settings
-        self.rank, self.world_size, self._who = rank, world_size, f"trainer rank {rank}"
+        self.rank, self._who = rank, f"trainer rank {rank}"
+        self._binder = Binder(log, trainer, settings, rank=rank, world_size=world_size)
         self._journal: Journal | None = None
-        self._emitter: Emitter | None = None
-        self._plan: Plan | None = None
-        self._attach: Attach | None = None
-        self._version, self._attempt, self._train_step = -1, 0, 0
+        self._boundary: Boundary | None = None
+        self._open = Emission()
+        """The version that was opened last."""
         self._accepted, self._ended = False, False
         self._held: list[str] = []
         """Final buckets of a version of kind `whole` that is not accepted yet."""
-        self._closer: threading.Thread | None = None
-        self._error: SyncError | None = None
-        self.reports: list[EmitReport] = []
-        """What this rank emitted, one entry per version and attempt, the base version first."""
-        self.opening_s = 0.0
-        """How long the last step waited before its weights could change: for leases, and for acknowledgements."""
+        self.opening = Opening()
+        """What the last step waited for before its weights could change."""
 
     @property
     def plan(self) -> Plan:
-        """The agreed plan; only after `attach`."""
-        assert self._plan is not None, "attach first"
-        return self._plan
+        """The plan of the first engine; only after `attach`."""
+        return self._feeds.all[0].plan
+
+    @property
+    def engines(self) -> list[str]:
+        """The engines that are attached, as far as this rank knows."""
+        return [feed.engine for feed in self._attached]
+
+    @property
+    def reports(self) -> list[EmitReport]:
+        """What this rank emitted to the engines that are there, one entry per version and attempt, the base first."""
+        return [report for feed in self._feeds.all for report in feed.reports]
 
     @property
     def next_version(self) -> int:
         """The number for the next step that counts."""
-        return self._version + 1 if self._accepted else self._version
+        return self._open.version + 1 if self._accepted else self._open.version
 
     @property
     def live_version(self) -> int:
-        """The newest version known to be live on the engine; -1 before the attachment."""
-        return self._book.live_version if self._attach is not None else -1
+        """The newest version known to be live on every attached engine; -1 without one."""
+        return min((feed.book.live_version for feed in self._attached), default=-1)
 
     def attach(self, kind: PlanKind = "stream", base_version: int | None = None, train_step: int = 0) -> Attached:
-        """Binds this trainer to the engine and pushes the weights as they are now. Blocks; all ranks.
+        """Binds this trainer to `settings.engines` engines and pushes the weights as they are now. Blocks; all ranks.
 
         Without `base_version` the base is numbered above all that was ever published: 0 in a new run. SyncError when
-        an engine or a trainer rank does not come, when plans differ, or when the engine refuses the weights.
+        an engine or a trainer rank does not come, when plans differ, or when an engine refuses the weights.
         """
-        binder = Binder(self._log, self._trainer, self._settings, rank=self.rank, world_size=self.world_size)
-        journal = self._journal = binder.announce()
+        settings = self._settings
+        if kind == "whole" and (settings.late_joiners or settings.engines > 1):
+            raise ValueError("updates of kind whole are for one engine without late joiners; attach with kind stream")
+        journal = self._journal = self._binder.announce()
+        feeds = Feeds(self._log, journal, self._binder, rank=self.rank, strict=not settings.late_joiners)
+        usher = Usher(self._log, journal, self._binder, settings, self._failed) if self.rank == 0 else None
+        buffers = self._trainer.buffers
+        self._boundary = Boundary(self._log, journal, feeds, settings, self.rank, buffers, usher)
+        journal.on_late = feeds.join_late
         try:
             if self.rank == 0:
-                binder.post_attach(journal, kind, base_version, train_step)
+                self._binder.post_attaches(journal, kind, base_version, train_step)
         except (ValueError, ControlError, SyncError) as error:
             self._failed(str(error))
             raise
-        self._attach = self._wait(lambda: journal.attach, self._settings.ready_s + GRACE_S, "trainer rank 0 to attach")
+        limit_s = settings.ready_s + GRACE_S
+        attaches = self._wait(lambda: journal.first_attaches(settings.engines), limit_s, "trainer rank 0 to attach")
         try:
-            self._plan = binder.bind(journal, self._attach, self._book)
-            self._emitter = binder.open_lanes(self._attach, self._plan, self._book)
+            for attach in attaches:
+                feeds.add(self._binder.feed(journal, attach))
         except (ValueError, LaneError, EmitError, ControlError, SyncError) as error:
             raise self._failed(str(error)) from error
-        self._push_base(self._attach)
-        missing = f"engine {self._attach.engine} to compare and take base version {self._version}"
-        return self._wait(lambda: self._book.attached, self._settings.attach_s, missing)
+        return self._push_base(attaches, usher)
+
+    def catch_up(self) -> None:
+        """Behind the last step: engines that skipped its version, or came late, get it now. Blocks; all ranks.
+
+        Returns when it has left this rank for all of them; `wait_committed` waits until it is live.
+        """
+        self._feeds.check()
+        self._raising(lambda: self._bound.last(self._open, counts=self._accepted))
 
     def finished(self, reason: str) -> None:
-        """Ends the attachment once the last version is out and the engine has answered. Blocks; all ranks."""
-        self._join()
-        attach = self._bound
-        if self.rank == 0:
-            self._log.append(records.training_finished(attach, self.next_version - 1, reason))
-        self._wait(
-            lambda: self._book.detached,
-            self._settings.detach_s,
-            f"engine {attach.engine} to answer the end of training",
-        )
+        """Ends every attachment once the last version is out and the engine has answered. Blocks; all ranks."""
+        self.catch_up()
+        self._raising(lambda: self._bound.finish(reason))
         self._ended = True
 
     def close(self) -> None:
-        """Frees lanes and threads. Without `finished` before, the engine is told that this rank left. Idempotent."""
-        if self._journal is not None and not self._ended:
+        """Frees lanes and threads. Without `finished` before, engines are told that this rank left. Idempotent."""
+        if self._journal is None:
+            return
+        if not self._ended:
             self._failed("left before training was finished")
         self._ended = True
-        if self._emitter is not None:
-            self._emitter.close()
-            self._emitter = None
-        if self._closer is not None:
-            self._closer.join(CAUSE_S)  # the emitter is closed: nothing is left to wait for
-        if self._journal is not None:
-            self._journal.stop()
+        if self._boundary is not None:
+            if self._boundary.usher is not None:
+                self._boundary.usher.stop()
+            self._boundary.feeds.close()
+        self._journal.stop()
 
     @property
     def listener(self) -> Listener:
@@ -136,164 +151,147 @@ class TrainerSync:
 
         A version that is withdrawn is open again, under its next attempt; its train step is one above the last opened.
         """
-        return Listener(self.final, self._opens, lambda: self.begin(self._version, self._train_step))
-
-    def _opens(self) -> None:
-        begin = time.monotonic()
-        self.wait_leases()
-        self.begin(self.next_version, self._train_step + 1)
-        self.opening_s = time.monotonic() - begin
+        return Listener(
+            self.final,
+            lambda: self.begin(self.next_version, self._open.train_step + 1),
+            lambda: self.begin(self._open.version, self._open.train_step),
+        )
 
     def begin(self, version: int, train_step: int) -> None:
         """Opens a version before its optimizer step; the same number again opens its next attempt.
 
-        Blocks until the engine has acknowledged the version before (backpressure), or what was on the way of the
-        attempt before, which is withdrawn.
+        When it returns, weights may change. Before that it waits, `settings.lag_s` at most, for engines that have not
+        acknowledged the version before; who is not done then skips this one. An engine that joins gets the newest
+        version now, which holds the step for `settings.join_s` at most.
         """
-        self._join()
-        expected = self.next_version
+        feeds = self._feeds
+        feeds.check()
+        expected, attempt = self.next_version, 0
         if version != expected:
             raise ValueError(f"{self._who} begins version {version}, but version {expected} is next")
-        if version == self._version:
-            self._withdraw()
-        self._attempt = self._attempt + 1 if version == self._version else 0
-        self._version, self._train_step, self._accepted = version, train_step, False
-        self._emit(lambda emitter: emitter.begin(version, self._attempt))
+        if version == self._open.version:
+            self._held = []
+            limit_s = min(self._settings.lag_s, self._settings.transfer_s)
+            feeds.each(feeds.taking, lambda feed: feed.withdraw(limit_s))
+            attempt = self._open.attempt + 1
+        else:
+            self.opening = self._raising(lambda: self._bound.open(version, self._open))
+        self._open, self._accepted = Emission(version, attempt, train_step), False
+        feeds.each(feeds.taking, lambda feed: feed.begin(version, attempt))
 
     def final(self, buffer: str) -> None:
-        """The bucket's bytes are final and stay until `wait_leases`. Returns at once; for the stepper's `on_final`.
+        """The bucket's bytes are final and stay until `begin`. Returns at once; for the stepper's `on_final`.
 
         With kind `whole` nothing leaves before `accept`: a paused engine takes accepted versions only.
         """
-        if self._bound.kind == "whole" and not self._accepted:
+        taking = self._feeds.taking
+        if any(feed.attach.kind == "whole" for feed in taking) and not self._accepted:
             self._held.append(buffer)
         else:
-            self._final(buffer)
+            self._feeds.each(taking, lambda feed: feed.final(buffer))
 
     def accept(self) -> None:
         """The step counts: the open attempt is this version. All ranks call it; rank 0 says so."""
         self._accepted = True
-        if self.rank == 0:
-            self._log.append(records.accepted(self._bound, self._version, self._attempt, self._train_step))
+        for feed in self._feeds.taking:
+            self._bound.accept(feed, self._open)
         held, self._held = self._held, []
         for buffer in held:
-            self._final(buffer)
+            self.final(buffer)
 
     def finish(self) -> None:
         """Every bucket of the accepted version was said to be final. Returns at once; the rest goes on behind.
 
-        Rank 0 writes the manifest when all ranks' pieces are acknowledged. What fails there is raised by the next
+        Rank 0 writes the manifests when all ranks' pieces are acknowledged. What fails there is raised by the next
         `begin`, `wait_committed` or `finished`.
         """
+        now = self._open
         if not self._accepted:
-            raise ValueError(f"{self._who} finishes version {self._version} before accept")
-        self._closer = threading.Thread(target=self._complete, name=f"megastream-complete-{self.rank}", daemon=True)
-        self._closer.start()
+            raise ValueError(f"{self._who} finishes version {now.version} before accept")
+        for feed in self._feeds.taking:
+            feed.finish(now.version, now.attempt, now.train_step)
+        if self._bound.usher is not None:
+            self._bound.usher.open_after(now.version, now.train_step)
 
     def wait_leases(self) -> None:
-        """Blocks until the weights may change again: everything final is packed. Before every optimizer step."""
-        self._emit(lambda emitter: emitter.wait_packed())
+        """Blocks, `settings.lag_s` at most, until everything final is packed. `begin` does what is needed by itself."""
+        self._feeds.each(self._feeds.taking, lambda feed: feed.is_packed_within(self._settings.lag_s))
 
-    def wait_committed(self, version: int, deadline_s: float) -> Committed:
-        """Blocks until `version` or a newer one is live. EnginePoisoned when the engine could not take `version`."""
-        book = self._book
-        missing = f"version {version} to become live on engine {book.engine}"
-        self._wait(lambda: book.committed_at(version) or book.is_poisoned_by(version), deadline_s, missing)
-        if committed := book.committed_at(version):
-            return committed
-        raise EnginePoisoned(f"engine {book.engine} is poisoned: {book.poisoned and book.poisoned.reason}")
+    def wait_committed(self, version: int, deadline_s: float) -> Committed | None:
+        """Blocks until `version` or a newer one is live on every attached engine; the first one's word for it.
+
+        None when no engine is there (any more). EnginePoisoned when one could not take `version`.
+        """
+        self._feeds.check()
+        books, late = [feed.book for feed in self._attached], self._settings.late_joiners
+
+        def answered(book: TrainerBook) -> object:
+            return book.committed_at(version) or book.is_poisoned_by(version) or (late and book.is_over)
+
+        for book in books:
+            missing = f"version {version} to become live on engine {book.engine}"
+            self._wait(lambda book=book: answered(book), deadline_s, missing)  # type: ignore[misc]
+            if book.is_poisoned_by(version):
+                raise EnginePoisoned(f"engine {book.engine} is poisoned: {book.poisoned and book.poisoned.reason}")
+        return next((book.committed_at(version) for book in books if not book.is_over), None)
 
     @property
-    def _bound(self) -> Attach:
-        if self._attach is None:
+    def _bound(self) -> Boundary:
+        if self._boundary is None:
             raise SyncError(f"{self._who} is not attached; call attach first")
-        return self._attach
+        return self._boundary
 
     @property
-    def _book(self) -> TrainerBook:
-        if self._journal is None or self._journal.book is None:
-            raise SyncError(f"{self._who} is not attached; call attach first")
-        return self._journal.book
+    def _feeds(self) -> Feeds:
+        return self._bound.feeds
 
-    def _push_base(self, attach: Attach) -> None:
+    @property
+    def _attached(self) -> list[Feed]:
+        feeds = self._boundary.feeds.all if self._boundary is not None else []
+        return [feed for feed in feeds if feed.alive and feed.book.attached is not None]
+
+    def _push_base(self, attaches: list[Attach], usher: Usher | None) -> Attached:
         """The base version takes the same way as all others, so that attaching proves the way."""
-        self._version, self._attempt, self._train_step = attach.base_version, 0, attach.train_step
-        self._emit(lambda emitter: emitter.begin(self._version, 0))
-        self.accept()
-        for buffer in self._trainer.buffers:
-            self.final(buffer)
-        self.finish()
-        self._join()
-
-    def _complete(self) -> None:
-        """Runs in a thread of its own for each version; keeps its error for the training thread."""
-        version, attempt, train_step = self._version, self._attempt, self._train_step
+        feeds, base = self._feeds.all, attaches[0]
+        self._open, self._accepted = Emission(base.base_version, -1, base.train_step), True
         try:
-            report = self._emit(lambda emitter: emitter.drain(self._settings.transfer_s))
-            self._emitted(report)
-            if self.rank == 0:
-                self._post_manifest(version, attempt, train_step)
-        except (SyncError, ControlError, ValueError) as error:
-            self._error = error if isinstance(error, SyncError) else self._failed(str(error))
+            for feed in feeds:
+                self._bound.resend(feed, self._open)
+            for feed in feeds:
+                feed.join()
+        except FeedLost as error:
+            raise self._failed(str(error)) from error
+        self._open = Emission(base.base_version, 0, base.train_step)
+        for feed in feeds:
+            missing = f"engine {feed.engine} to compare and take base version {base.base_version}"
+            self._wait(lambda feed=feed: feed.book.attached, self._settings.attach_s, missing, feed.book)  # type: ignore[misc]
+        if usher is not None:
+            usher.open_after(base.base_version, base.train_step)
+            usher.start()
+        attached = feeds[0].book.attached
+        assert attached is not None
+        return attached
 
-    def _emitted(self, report: EmitReport) -> None:
-        self.reports.append(report)
-        self._log.append(records.emitted(self._bound, self.rank, report))
-
-    def _final(self, buffer: str) -> None:
-        self._emit(lambda emitter: emitter.final(buffer))
-
-    def _withdraw(self) -> None:
-        """The open attempt does not count; what went out of it is said, so that it shows as wasted."""
-        self._held = []
-        report = self._emit(lambda emitter: emitter.withdraw(self._settings.transfer_s))
-        if report.pieces:
-            self._emitted(report)
-
-    def _post_manifest(self, version: int, attempt: int, train_step: int) -> None:
-        book = self._book
-
-        def missing() -> str:
-            return f"{', '.join(book.not_emitted(version, attempt))} to emit version {version}"
-
-        self._wait(lambda: not book.not_emitted(version, attempt), self._settings.transfer_s, missing)
-        manifest = book.manifest(self.plan, self._bound.incarnation, version, attempt, train_step)
-        self._log.raise_version(version)
-        self._log.append(manifest)
-
-    def _emit(self, call: Callable[[Emitter], T]) -> T:
-        if self._emitter is None:
-            raise SyncError(f"{self._who} is not attached; call attach first")
+    def _raising(self, call: Callable[[], T]) -> T:
         try:
-            return call(self._emitter)
-        except EmitError as error:
-            if self._journal is not None:
-                self._journal.failure_within(CAUSE_S)
+            return call()
+        except (SyncError, ControlError) as error:
             raise self._failed(str(error)) from error
 
-    def _join(self) -> None:
-        """Waits for the version before, and raises what went wrong with it."""
-        if self._closer is not None:
-            limit = 2 * self._settings.transfer_s + CAUSE_S  # its own waits end before: the drain, then the manifest
-            self._closer.join(limit)
-            if self._closer.is_alive():
-                raise self._failed(f"{self._who} waited {limit:g} s for version {self._version} to be acknowledged")
-            self._closer = None
-        if self._error is not None:
-            raise self._error
-
-    def _wait(self, check: Callable[[], T | None], deadline_s: float, missing: str | Callable[[], str]) -> T:
+    def _wait(
+        self, check: Callable[[], T | None], deadline_s: float, missing: str, book: TrainerBook | None = None
+    ) -> T:
         if self._journal is None:
             raise SyncError(f"{self._who} is not attached; call attach first")
-        try:
-            return self._journal.wait(check, deadline_s, missing if callable(missing) else lambda: missing)
-        except SyncError as error:
-            raise self._failed(str(error)) from error
+        journal = self._journal
+        return self._raising(lambda: journal.wait(check, deadline_s, lambda: missing, book))
 
     def _failed(self, reason: str) -> SyncError:
-        """Tells the others that this rank cannot go on; the error names who failed first."""
+        """Tells all engines and the other ranks that this rank cannot go on; the error names who failed first."""
         assert self._journal is not None
         if not self._journal.failure:
+            attachments = [name for name, book in self._journal.books.items() if not book.is_over]
             with suppress(ControlError):
-                self._log.append(records.failed(self._journal.attachment, self.rank, reason))
+                for attachment in attachments or [self._journal.name(0)]:
+                    self._log.append(records.failed(attachment, self.rank, reason, self._journal.incarnation))
         return SyncError(self._journal.explain(reason))

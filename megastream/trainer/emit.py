@@ -18,7 +18,7 @@ import torch
 
 from megastream.plan.types import Piece, Plan
 from megastream.protocol.lane import SendLane
-from megastream.trainer.outgoing import EmitError, EmitReport, Filled, MakeHeader, by_buffer, traffic
+from megastream.trainer.outgoing import EmitError, EmitReport, Filled, MakeHeader, by_buffer, slot_sizes, traffic
 from megastream.trainer.pack import Packer
 
 CLOSE_GRACE_S = 5.0
@@ -84,6 +84,7 @@ class Emitter:
                 )
             self._unacknowledged = {}
             self._version, self._attempt, self._wait_s, self._elements = version, attempt, 0.0, 0
+            self._withdrawn = False
             self._before = traffic(self._lanes)
             self._missing = set(self._pieces)
             for pieces in self._pieces.values():
@@ -112,15 +113,22 @@ class Emitter:
         """Blocks until no bucket is leased: every final one lies packed in slots, so weights may change again."""
         self._wait(lambda: not self._leases, deadline_s, "wait_packed")
 
+    def is_packed_within(self, seconds: float) -> bool:
+        """Whether `wait_packed` succeeds in so many seconds. Blocks no longer than that."""
+        with self._condition:
+            packed = self._condition.wait_for(lambda: self._error or self._closing or not self._leases, seconds)
+            self._raise_error()
+            return bool(packed)
+
     def drain(self, deadline_s: float | None = None) -> EmitReport:
         """Blocks until the engine acknowledged every piece of the open version; the report says what went out."""
         self._wait(lambda: not any(self._unacknowledged.values()), deadline_s, "drain")
         return self._report()
 
-    def withdraw(self, deadline_s: float | None = None) -> EmitReport:
-        """Takes the open version back: what is on a lane arrives, nothing follows it, leases end. Blocks for that.
+    def revoke(self) -> None:
+        """Takes the open version back without waiting for the engine: what is on a lane arrives, nothing follows it.
 
-        The report says what went out in vain. The engine drops it when the next attempt comes.
+        The leases end at once, so weights may change again; `drain` returns when the lanes are free.
         """
         with self._condition:
             self._withdrawn = True
@@ -129,10 +137,12 @@ class Emitter:
                     self._unacknowledged[piece.target] -= 1
             self._missing.clear()
             self._condition.notify_all()
-        try:
-            self._wait(lambda: not self._leases and not any(self._unacknowledged.values()), deadline_s, "withdraw")
-        finally:
-            self._withdrawn = False
+        self._wait(lambda: not self._leases, None, "revoke")  # for the packing of one piece
+
+    def withdraw(self, deadline_s: float | None = None) -> EmitReport:
+        """As `revoke`, and blocks until what is on a lane has arrived. The report says what went out in vain."""
+        self.revoke()
+        self._wait(lambda: not any(self._unacknowledged.values()), deadline_s, "withdraw")
         return self._report()
 
     def close(self) -> None:
@@ -184,16 +194,13 @@ class Emitter:
             self._condition.notify_all()
 
     def _pack_all(self) -> None:
-        pieces = [piece for group in self._pieces.values() for piece in group]
-        largest = {
-            target: max((p.num_bytes for p in pieces if p.target == target), default=0) for target in self._lanes
-        }
+        sizes = slot_sizes(self._pieces.values(), self._lanes, self._slots_per_target)
         device = next((self._buffers[name].device for name in self._pieces), torch.device("cpu"))
         packer = Packer(device)
         with self._condition:
-            for target, num_bytes in largest.items():
+            for target, each in sizes.items():
                 where = self._lanes[target].device
-                self._free[target] = [packer.new_slot(num_bytes, where) for _ in range(self._slots_per_target)]
+                self._free[target] = [packer.new_slot(num_bytes, where) for num_bytes in each]
         while (entry := self._final.get()) is not None:
             name, event = entry
             for piece in self._pieces[name]:
@@ -289,4 +296,5 @@ class Emitter:
             wire_bytes=payload_bytes + header_bytes,
             elements=self._elements,
             wait_s=self._wait_s,
+            withdrawn=self._withdrawn,
         )

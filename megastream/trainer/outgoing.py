@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ class EmitReport:
     """What left this rank for one (version, attempt) and was acknowledged, counted at the lanes.
 
     `wire_bytes` is payload plus headers; `elements` is each acknowledged payload in elements of its dtype. `wait_s` is
-    the time the packing thread waited for a free slot (backpressure).
+    the time the packing thread waited for a free slot (backpressure). `withdrawn`: the rest of it never leaves.
     """
 
     version: int
@@ -34,6 +34,7 @@ class EmitReport:
     wire_bytes: int
     elements: int
     wait_s: float
+    withdrawn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +68,12 @@ def by_buffer(
             raise EmitError(f"rank {rank}: the plan sends to engine rank {piece.target}, but there is no lane to it")
         groups.setdefault(piece.source_buffer, []).append(piece)
     return groups
+
+
+def slot_sizes(groups: Iterable[list[Piece]], targets: Collection[int], most: int) -> dict[int, list[int]]:
+    """Bytes of each slot by target: as large as its largest piece, and `most` at most, or as many as it has pieces."""
+    sizes: dict[int, list[int]] = {target: [] for target in targets}
+    for group in groups:
+        for piece in group:
+            sizes[piece.target].append(piece.num_bytes)
+    return {target: [max(each)] * min(most, len(each)) if each else [] for target, each in sizes.items()}

@@ -18,13 +18,14 @@ from safetensors.torch import load_file
 from megastream.control.embedded import EmbeddedServer
 from megastream.control.redis_log import RedisLog
 from megastream.engine.agent import RankAgent
+from megastream.engine.contract import CommitRequest
 from megastream.engine.coordinator import Coordinator
 from megastream.engine.settings import EngineSettings
 from megastream.families import family_of, load_shape
 from megastream.layout.mesh import parse_engine_mesh
 from megastream.layout.shard import RankLayout
 from megastream.layout.synthetic import engine_layouts
-from megastream.protocol.records import Accepted, Attached, Committed, Record
+from megastream.protocol.records import Accepted, Attached, Committed, RankCommit, Record
 from megastream.transport.gloo import GlooReceiver
 from tests.helpers.fake_engine import FakeCore, FakeLive
 from tests.helpers.synthetic import empty_buffers, region
@@ -39,6 +40,7 @@ class Live(FakeLive):
     def __init__(self, layout: RankLayout, weights: dict[str, torch.Tensor]) -> None:
         self.layout, self.buffers, self.break_commits = layout, empty_buffers(layout), 0
         self.history: list[str] = []
+        self.by_version: dict[int, str] = {}
         for shard in layout.shards:
             box = tuple(slice(low, high) for low, high in zip(shard.box.lo, shard.box.hi, strict=True))
             region(self.buffers[shard.buffer], shard).copy_(weights[shard.tensor][box])
@@ -79,10 +81,22 @@ def engine(url: str, name: str, weights: Path) -> Iterator[list[Live]]:
         open_things.callback(core.close)
         coordinator = Coordinator(log(), engine=name, world_size=2, core=core, settings=SETTINGS)
         open_things.callback(coordinator.close)
-        for agent in agents:
+        for agent, live in zip(agents, lives, strict=True):
+            _note_versions(agent, live)
             agent.start()
         coordinator.start()
         yield lives
+
+
+def _note_versions(agent: RankAgent, live: Live) -> None:
+    commit = agent.commit
+
+    def noting(request: CommitRequest) -> RankCommit:
+        reply = commit(request)
+        live.by_version[request.version] = live.history[-1]
+        return reply
+
+    agent.commit = noting  # type: ignore[method-assign]
 
 
 def records(url: str) -> list[Record]:
@@ -142,3 +156,39 @@ def test_an_engine_that_never_comes_ends_the_training_with_one_word(tmp_path: Pa
         assert None not in codes and all(codes)
         said = (tmp_path / "ranks" / "0.log").read_text()
     assert "trainer rank 0 waited 2 s for all ranks of an engine to come up" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("finality", ["pipelined", "speculative"])
+def test_an_engine_that_comes_in_the_middle_of_training_has_what_the_other_one_has(
+    tmp_path: Path, finality: str
+) -> None:
+    """Real ranks: what the second engine is sent between two steps equals what left bucket by bucket in the step."""
+
+    def steps() -> list[dict[str, Any]]:
+        return [line for line in lines(tmp_path) if line["kind"] == "step"]
+
+    write_files(tmp_path)
+    weights = tmp_path / "weights"
+    settings = dict(run__steps=5000, checkpoint__every_steps=5000, finality=finality, stream__slots_per_target=1)
+    with EmbeddedServer(tmp_path / "s") as server, engine(server.url, "one", weights) as first:
+        trainer = begin(job(tmp_path, stream__control_url=server.url, **settings), tmp_path / "ranks")
+        try:
+            assert trainer.wait_for(lambda: len(steps()) >= 3, 60)
+            with engine(server.url, "two", weights) as second:
+                assert trainer.wait_for(lambda: any(line["joined"] == ["two"] for line in steps()), 60)
+                assert trainer.wait_for(lambda: all(len(live.by_version) >= 5 for live in second), 60)
+        finally:
+            for rank in range(4):
+                trainer.kill(rank)
+            trainer.wait(10)
+    for one, two in zip(first, second, strict=True):
+        both = sorted(one.by_version.keys() & two.by_version.keys())
+        assert min(two.by_version) in both and len(both) >= 3
+        assert [version for version in both if one.by_version[version] != two.by_version[version]] == []
+        assert len(set(two.by_version.values())) == len(two.by_version)
+    found = steps()
+    assert all(line["takes"][0] == "one" for line in found), "the first engine took every version"
+    joined = next(index for index, line in enumerate(found) if line["joined"])
+    assert "two" not in found[joined]["takes"] and found[joined]["join_ms"] > 0
+    assert ["one", "two"] in [line["takes"] for line in found[joined:]]

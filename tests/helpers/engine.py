@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -228,6 +229,15 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(10)
+
+    def kill(self) -> None:
+        """SIGKILL for the server, its engine core and its workers, all at once."""
+        pids = [self._process.pid]
+        for pid in pids:  # grows while it is read
+            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        self._process.wait(10)
 
     def log(self) -> str:
         """What the server has printed."""

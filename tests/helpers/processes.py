@@ -70,8 +70,8 @@ class Process:
 class RemoteRank(Process):
     """An engine rank in its own process, as the fake core calls it."""
 
-    def __init__(self, url: str, mesh: str, rank: int, settings: EngineSettings) -> None:
-        super().__init__(serve_engine_rank, url, mesh, rank, settings)
+    def __init__(self, url: str, mesh: str, rank: int, settings: EngineSettings, name: str = "e") -> None:
+        super().__init__(serve_engine_rank, url, mesh, rank, settings, name)
 
     def commit(self, request: CommitRequest) -> RankCommit:
         return self._reply(("commit", request), RankCommit(rank=-1, ok=False, stall_s=0, step=0, error="process gone"))
@@ -86,12 +86,12 @@ class RemoteRank(Process):
             return gone
 
 
-def serve_engine_rank(pipe: Connection, url: str, mesh: str, rank: int, settings: EngineSettings) -> None:
+def serve_engine_rank(pipe: Connection, url: str, mesh: str, rank: int, settings: EngineSettings, name: str) -> None:
     layouts = engine_side(mesh)
     live, receiver = FakeLive(layouts[rank]), GlooReceiver("127.0.0.1")
     agent = RankAgent(
         RedisLog(url, RUN, reconnect_s=10),
-        engine="e",
+        engine=name,
         rank=rank,
         world_size=len(layouts),
         live=live,
@@ -135,6 +135,11 @@ class Side:
     core: FakeCore
     log: RedisLog
 
+    def kill(self) -> None:
+        """SIGKILL for every rank."""
+        for rank in self.ranks:
+            rank.kill()
+
     def records(self, kind: type) -> list[Any]:
         return [record for _, record in self.log.read("0", 0.01) if isinstance(record, kind)]
 
@@ -144,25 +149,31 @@ class Side:
 
 @contextmanager
 def engine_processes(server: EmbeddedServer) -> Iterator[Side]:
+    with server, engine_at(server.url, "e", ENGINE) as side:
+        yield side
+
+
+@contextmanager
+def engine_at(url: str, name: str, mesh: str) -> Iterator[Side]:
+    """One engine of two ranks; `Side.kill` ends them as a crash does."""
     with ExitStack() as stack:
-        stack.enter_context(server)
-        ranks = [RemoteRank(server.url, ENGINE, rank, SETTINGS) for rank in range(2)]
+        ranks = [RemoteRank(url, mesh, rank, SETTINGS, name) for rank in range(2)]
         for rank in ranks:
             stack.callback(rank.end)
         core = FakeCore(ranks)
         stack.callback(core.close)
-        log = RedisLog(server.url, RUN, reconnect_s=10)
+        log = RedisLog(url, RUN, reconnect_s=10)
         stack.callback(log.close)
-        coordinator = Coordinator(log, engine="e", world_size=2, core=core, settings=SETTINGS)
+        coordinator = Coordinator(log, engine=name, world_size=2, core=core, settings=SETTINGS)
         coordinator.start()
         stack.callback(coordinator.close)
-        yield Side(server.url, ranks, core, log)
+        yield Side(url, ranks, core, log)
 
 
 @contextmanager
-def trainer_processes(side: Side, launch: str, body: Any, content: int = 0) -> Iterator[list[Process]]:
+def trainer_processes(side: Side, launch: str, body: Any, content: int = 0, **changes: Any) -> Iterator[list[Process]]:
     times = dict(ready_s=30.0, bind_s=30.0, transfer_s=30.0, attach_s=30.0, detach_s=30.0)
-    settings = TrainerSettings(launch=launch, piece_bytes=4096, experts_per_unit=2, **times)
+    settings = TrainerSettings(launch=launch, piece_bytes=4096, experts_per_unit=2, **times, **changes)
     ranks = [Process(run_trainer_rank, side.url, TRAINER, rank, body, content, settings) for rank in range(4)]
     try:
         yield ranks

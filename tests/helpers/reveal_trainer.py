@@ -92,6 +92,7 @@ def training(
     run_id: str,
     body: Callable[[TrainerSync, RevealTrainer], None],
     kind: type[RevealTrainer] = RevealTrainer,
+    settings: TrainerSettings = SETTINGS,
 ) -> Iterator[list[str]]:
     """Runs `body` on every trainer rank while the block runs; yields what they raised, complete after the block."""
     layouts = trainer_layouts(kind.family, kind.shape, MESH, bucket_elements=40000)
@@ -101,7 +102,7 @@ def training(
         log = RedisLog(url, run_id, reconnect_s=10)
         world_size = len(layouts)
         trainer = kind(layout)
-        sync = TrainerSync(log, rank=layout.rank, world_size=world_size, trainer=trainer, settings=SETTINGS)
+        sync = TrainerSync(log, rank=layout.rank, world_size=world_size, trainer=trainer, settings=settings)
         try:
             body(sync, trainer)
         except BaseException as error:  # noqa: BLE001  handed to the test

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megastream.engine.agent import RankAgent
+from megastream.engine.contract import CommitRequest
 from megastream.engine.coordinator import Coordinator
 from megastream.engine.settings import EngineSettings
+from megastream.protocol.records import Attach, RankCommit
 from megastream.sync import TrainerSettings, TrainerSync
 from megastream.transport.gloo import GlooReceiver
 from tests.helpers.fake_engine import FakeCore, FakeLive
@@ -30,6 +32,7 @@ def trainer_settings(launch: str, **changes: Any) -> TrainerSettings:
 
 @dataclass
 class Engine:
+    name: str
     store: MemoryStore
     lives: list[FakeLive]
     agents: list[RankAgent]
@@ -39,19 +42,49 @@ class Engine:
     def records(self, kind: type) -> list[Any]:
         return [record for record in self.store.records if isinstance(record, kind)]
 
+    def own(self, kind: type) -> list[Any]:
+        """Records of this engine's attachments."""
+        names = {record.attachment for record in self.records(Attach) if record.engine == self.name}
+        return [record for record in self.records(kind) if record.attachment in names]
+
     def differing(self, version: int) -> list[str]:
         return [name for live in self.lives for name in differing(live.layout, live.buffers, version)]
 
+    def watch(self) -> list[str]:
+        """From now on holds every committed version against what it should be; names what differed."""
+        found: list[str] = []
+
+        def watched(commit: Any, live: FakeLive) -> Any:
+            def run(request: CommitRequest) -> RankCommit:
+                reply = commit(request)
+                wrong = differing(live.layout, live.buffers, request.version)
+                found.extend(f"version {request.version}: {name}" for name in wrong)
+                return reply
+
+            return run
+
+        for agent, live in zip(self.agents, self.lives, strict=True):
+            agent.commit = watched(agent.commit, live)  # type: ignore[method-assign]
+        return found
+
 
 @contextmanager
-def engine(mesh: str, version: int = 0, settings: EngineSettings = ENGINE_SETTINGS) -> Iterator[Engine]:
-    store = MemoryStore()
+def engine(
+    mesh: str,
+    version: int = 0,
+    settings: EngineSettings = ENGINE_SETTINGS,
+    *,
+    store: MemoryStore | None = None,
+    name: str = "e",
+) -> Iterator[Engine]:
+    """One engine; several of them share a `store` under different names."""
+    store = store or MemoryStore()
     lives = [FakeLive(layout, version) for layout in engine_side(mesh)]
     receivers = [GlooReceiver("127.0.0.1") for _ in lives]
     agents = [
         RankAgent(
             MemoryLog(store),
-            engine="e",
+            engine=name,
             rank=rank,
             world_size=len(lives),
             live=live,
@@ -61,12 +94,12 @@ def engine(mesh: str, version: int = 0, settings: EngineSettings = ENGINE_SETTIN
         for rank, (live, receiver) in enumerate(zip(lives, receivers, strict=True))
     ]
     core = FakeCore(agents)
-    coordinator = Coordinator(MemoryLog(store), engine="e", world_size=len(lives), core=core, settings=settings)
+    coordinator = Coordinator(MemoryLog(store), engine=name, world_size=len(lives), core=core, settings=settings)
     for agent in agents:
         agent.start()
     coordinator.start()
     try:
-        yield Engine(store, lives, agents, core, coordinator)
+        yield Engine(name, store, lives, agents, core, coordinator)
     finally:
         coordinator.close()
         core.close()

@@ -132,7 +132,6 @@ def test_a_version_that_is_accepted_twice_or_sealed_short_is_named() -> None:
         ("encoding", "delta"),
         ("transfer", "pull"),
         ("replicas", ("e2",)),
-        ("late_joiner", True),
         ("commit_step", 5),
     ],
 )

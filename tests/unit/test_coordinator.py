@@ -278,3 +278,44 @@ def test_a_coordinator_that_lost_the_control_plane_says_so_later_and_takes_the_n
         assert "engine e had lost the control plane: the server in memory is away" in b.records(Failed)[0].reason
         b.attach(incarnation=2)
         b.live(2)
+
+
+def test_a_late_joiner_begins_at_the_first_version_that_is_whole() -> None:
+    """Its attachment said 5 or newer; 5 was withdrawn, 7 came."""
+    with bench() as b:
+        b.post(attach_record(1, 5, late_joiner=True))
+        b.post(LanesOpen(attachment="i1", digest="digest"))
+        b.post(Accepted(attachment="i1", incarnation=1, version=5, attempt=1, train_step=5))
+        b.version(7)
+        for rank in range(2):
+            b.post(Compared(attachment="i1", rank=rank, tensors=7, differing=7, first="w"))
+        eventually(lambda: bool(b.core.asked))
+        assert b.core.asked[0][0].version == 7 and b.records(Attached) == []
+        b.core.answer()
+        b.live()
+        assert b.records(Attached)[0].version == 7 and b.records(Attached)[0].replaced
+        b.version(8)
+        eventually(lambda: bool(b.core.asked))
+        assert b.core.asked[0][0].version == 8
+
+
+def test_the_same_incarnation_attaches_again_once_its_attachment_has_ended() -> None:
+    with bench() as b:
+        b.attach()
+        b.live()
+        b.post(attach_record(1, 0, attachment="i1-2", late_joiner=True))
+        eventually(lambda: any(record.attachment == "i1-2" for record in b.records(Failed)))
+        assert "is attached to incarnation 1 (i1)" in b.records(Failed)[0].reason
+        b.post(Failed(attachment="i1", side="trainer", rank=2, reason="a lane broke"))
+        eventually(lambda: any(record.attachment == "i1" for record in b.records(Detached)))
+        b.post(attach_record(1, 3, attachment="i1-3", late_joiner=True))
+        b.post(LanesOpen(attachment="i1-3", digest="digest"))
+        name = {"attachment": "i1-3", "incarnation": 1, "version": 3, "attempt": 1}
+        b.post(*(Sealed(**name, rank=r, plan_digest="digest", elements=5, prepare_s=0.0) for r in range(2)))
+        b.post(Accepted(**name, train_step=3))
+        b.post(WeightsReady(**name, train_step=3, plan_digest="digest", units=(), elements=10))
+        for rank in range(2):
+            b.post(Compared(attachment="i1-3", rank=rank, tensors=7, differing=7, first="w"))
+        eventually(lambda: bool(b.core.asked))
+        b.core.answer()
+        eventually(lambda: any(r.attachment == "i1-3" and r.version == 3 for r in b.records(Attached)))

@@ -52,6 +52,39 @@ def test_a_withdrawn_version_stops_and_the_next_attempt_goes_out_whole() -> None
     assert (report.pieces, report.elements) == (7, 48)
 
 
+def test_revoking_ends_leases_at_once_and_the_next_version_waits_for_the_lane() -> None:
+    """The engine takes nothing: weights may change all the same, and only what is on the lane still arrives."""
+    lane, live = FakeLane(open_gate=False), buffers()
+    with emitter({0: lane}, plan=plan(many(6)), buffers=live, slots=2) as emit:
+        emit.begin(1, 0)
+        emit.final("one")
+        eventually(lambda: lane.asked == 1)
+        assert not emit.is_packed_within(0.1)
+        emit.revoke()
+        assert emit.is_packed_within(0.0)
+        live["one"].fill_(-1)
+        with pytest.raises(EmitError, match="version 1 still has"):
+            emit.begin(2, 0)
+        lane.gate.set()
+        report = emit.drain()
+        assert (report.withdrawn, report.pieces, report.elements) == (True, 1, 4)
+        emit.begin(2, 0)
+        emit.final("one")
+        report = emit.drain()
+        assert (report.withdrawn, report.pieces) == (False, 6)
+    assert [(header.version, header.seq) for header, _ in lane.sent] == [(1, 0), *((2, seq) for seq in range(6))]
+    assert torch.equal(lane.sent[0][1].view(torch.float32), torch.arange(4.0))
+
+
+def test_slots_for_everything_end_every_lease_though_nothing_arrives() -> None:
+    lane = FakeLane(open_gate=False)
+    with emitter({0: lane}, plan=plan(many(6)), slots=1000) as emit:
+        emit.begin(1, 0)
+        emit.final("one")
+        assert emit.is_packed_within(2.0) and lane.sent == []
+        assert len(emit._free[0]) == 0, "as many slots as pieces, and no more"
+
+
 def test_a_withdrawn_piece_that_stays_on_its_lane_ends_at_the_deadline() -> None:
     lane = FakeLane(open_gate=False)
     with emitter({0: lane}, plan=plan(many(2))) as emit:

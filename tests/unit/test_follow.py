@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from megastream.protocol.follow import Follower, Outbox
 from megastream.protocol.journal import Journal
-from megastream.protocol.records import Detached, EngineReady, Failed, Record
+from megastream.protocol.records import Attached, Detached, EngineReady, Failed, Record
 from tests.helpers.memory_log import MemoryLog, MemoryStore
 from tests.helpers.plans import attach_record
 from tests.helpers.spine import eventually
@@ -160,5 +161,49 @@ def test_a_rank_that_fails_before_it_attaches_ends_the_others() -> None:
     )
     timer.start()
     with pytest.raises(RuntimeError, match="trainer rank 0 failed: no engine"):
-        journal.wait(lambda: journal.attach, 10, lambda: "trainer rank 0 to attach")
+        journal.wait(lambda: journal.first_attaches(1), 10, lambda: "trainer rank 0 to attach")
     journal.stop()
+
+
+def attached(journal: Journal, number: int, engine: str, **changes: Any) -> str:
+    name = journal.name(number)
+    journal._take(EngineReady(engine=engine, rank=0, world_size=1, library=""))
+    journal._take(attach_record(journal.incarnation, attachment=name, engine=engine, **changes))
+    return name
+
+
+def test_which_engines_may_be_asked_to_attach() -> None:
+    journal = Journal(MemoryLog(MemoryStore()), "trainer rank 0", 3, strict=False)
+    first = attached(journal, 0, "a")
+    assert first == "i3" and journal.free_engines("") == []
+    second = attached(journal, 1, "b")
+    journal._take(EngineReady(engine="c", rank=1, world_size=2, library=""))
+    assert second == "i3-2" and journal.free_engines("") == [], "of c one rank is missing"
+    journal._take(EngineReady(engine="c", rank=0, world_size=2, library=""))
+    assert journal.free_engines("") == ["c"] and journal.free_engines("b") == []
+    journal._take(Failed(attachment=second, side="engine", rank=0, reason="cannot bind"))
+    journal._take(Detached(attachment=second, engine="b"))
+    assert journal.free_engines("") == ["c"], "b could not be attached: it is not asked again"
+    journal._take(Attached(attachment=first, engine="a", version=0, replaced=False))
+    journal._take(Failed(attachment=first, side="trainer", rank=1, reason="its lane broke"))
+    assert journal.free_engines("") == ["c"], "a has not said that it is free"
+    journal._take(Detached(attachment=first, engine="a"))
+    assert journal.free_engines("") == ["a", "c"]
+    attached(journal, 2, "a")
+    assert journal.free_engines("") == ["c"]
+
+
+def test_an_engine_that_is_lost_ends_the_training_only_where_all_are_needed() -> None:
+    journals = [Journal(MemoryLog(MemoryStore()), "trainer rank 1", 1, strict=strict) for strict in (True, False)]
+    for journal in journals:
+        name = attached(journal, 0, "a")
+        journal._take(Failed(attachment=name, side="engine", rank=0, reason="gone"))
+    assert [journal.failure for journal in journals] == ["engine rank 0 failed: gone", ""]
+    journals[1]._take(Failed(attachment=name, side="trainer", rank=2, reason="killed", incarnation=1))
+    assert journals[1].failure == "trainer rank 2 failed: killed"
+
+
+def test_a_newer_incarnation_ends_an_older_one() -> None:
+    journal = Journal(MemoryLog(MemoryStore()), "trainer rank 1", 1, strict=False)
+    journal._take(attach_record(2))
+    assert journal.failure == "superseded by incarnation 2"

@@ -223,3 +223,15 @@ class StagingMachine(RuleBasedStateMachine):
 
 TestStagingMachine = StagingMachine.TestCase
 TestStagingMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_what_was_withdrawn_for_good_leaves_room_and_does_not_come_back() -> None:
+    staging = table(num_sets=1)
+    put(staging, 1, pieces=MINE[:2])
+    assert staging.admit(header_of(MINE[0], 2), MINE[0].source).verdict is Verdict.WAIT
+    staging.accepted(1, 0)
+    staging.withdrawn(1, 0)
+    late = MINE[2]
+    assert staging.admit(header_of(late, 1), late.source).verdict is Verdict.DROP, "its lane was slower than the log"
+    put(staging, 2)
+    assert staging.staged == (Key(1, 2, 0),) and staging.is_sealed(Key(1, 2, 0))

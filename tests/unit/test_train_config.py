@@ -40,6 +40,11 @@ def test_the_file_in_configs_is_valid() -> None:
         ({"optimizer__decay_steps": 2}, "decay cosine needs more than the 3 steps of the warm-up"),
         ({"finality": "soon"}, "finality"),
         ({"checkpoint__weights_only": True}, "needs the path of a checkpoint in checkpoint.load"),
+        (
+            {"stream__control_url": "redis://h:1", "stream__engine": "e", "stream__engines": 2},
+            "stream.engine names e, stream.engines is 2; leave engine out",
+        ),
+        ({"deadlines__lag_s": 0}, "deadlines.lag_s is 0.0; it must be above 0"),
         ({"finality": "early"}, "finality and optimizer.clip_grad: finality 'early' cannot clip"),
     ],
 )

@@ -1,0 +1,39 @@
+"""Records by which the ranks of a trainer agree who takes a version. `protocol/records.py` says who writes them."""
+
+from __future__ import annotations
+
+from megastream.protocol.part_records import TaggedRecord
+
+
+class Connected(TaggedRecord, frozen=True, kw_only=True, tag="connected"):
+    attachment: str
+    rank: int
+
+
+class Waiting(TaggedRecord, frozen=True, kw_only=True, tag="waiting"):
+    incarnation: int
+    version: int
+    rank: int
+
+
+class Opened(TaggedRecord, frozen=True, kw_only=True, tag="opened"):
+    """Who takes `version`, decided once for all trainer ranks. The names are those of attachments.
+
+    `joins` get the version before it, whole, as a new attempt, before any weight changes. With `last` no version is
+    opened: training is at its end, and `joins` are those that do not have its last version.
+    """
+
+    incarnation: int
+    version: int
+    takes: tuple[str, ...] = ()
+    joins: tuple[str, ...] = ()
+    last: bool = False
+
+
+class Withdrawn(TaggedRecord, frozen=True, kw_only=True, tag="withdrawn"):
+    """Also of a version that was accepted: what has arrived of it may be forgotten."""
+
+    attachment: str
+    incarnation: int
+    version: int
+    attempt: int

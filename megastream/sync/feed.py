@@ -1,0 +1,181 @@
+"""One attachment as one trainer rank feeds it: its plan, its lanes, the version that is on its way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import suppress
+
+from megastream.plan.types import Plan
+from megastream.protocol.book import TrainerBook
+from megastream.protocol.control import ControlError, ControlLog
+from megastream.protocol.journal import Journal, SyncError
+from megastream.protocol.records import Attach
+from megastream.sync import records
+from megastream.trainer.emit import Emitter
+from megastream.trainer.outgoing import EmitError, EmitReport
+from megastream.trainer.settings import TrainerSettings
+
+CAUSE_S = 1.0  # how long a broken emission waits for the record that says who failed first
+
+logger = logging.getLogger(__name__)
+
+
+class FeedLost(Exception):
+    """This attachment cannot go on. The message is for whoever asks why."""
+
+
+class Feed:
+    """The calls of the training thread raise FeedLost; whatever ends it is said once, in a Failed record and in `lost`.
+
+    A version goes `begin`, `final` for each bucket, `finish`; from then on a thread of its own waits for the engine.
+    """
+
+    def __init__(
+        self,
+        log: ControlLog,
+        journal: Journal,
+        attach: Attach,
+        plan: Plan,
+        emitter: Emitter,
+        settings: TrainerSettings,
+        rank: int,
+    ) -> None:
+        self._log, self._journal, self._settings, self._rank = log, journal, settings, rank
+        self.attach, self.plan, self._emitter = attach, plan, emitter
+        self._closer: threading.Thread | None = None
+        self._version = -1
+        self.reports: list[EmitReport] = []
+        self.lost = ""
+
+    @property
+    def book(self) -> TrainerBook:
+        return self._journal.books[self.attach.attachment]
+
+    @property
+    def engine(self) -> str:
+        return self.attach.engine
+
+    @property
+    def alive(self) -> bool:
+        return not self.lost and not self.book.is_over
+
+    @property
+    def revocable(self) -> bool:
+        """A paused engine stands until it has the version that was accepted: that one is never taken back."""
+        return self.attach.kind == "stream"
+
+    def begin(self, version: int, attempt: int) -> None:
+        """Opens a version; the one before has settled, or no bucket of it became final."""
+        self.join()
+        self._version = version
+        try:
+            self._emitter.begin(version, attempt)
+        except EmitError as error:
+            raise self._broken(error) from error
+
+    def final(self, buffer: str) -> None:
+        try:
+            self._emitter.final(buffer)
+        except EmitError as error:
+            raise self._broken(error) from error
+
+    def finish(self, version: int, attempt: int, train_step: int) -> None:
+        """Every bucket was said to be final. Returns at once; rank 0 says how it ended when all ranks are done."""
+        self._closer = threading.Thread(
+            target=self._settle,
+            args=(version, attempt, train_step),
+            name=f"megastream-settle-{self._rank}-{self.attach.attachment}",
+            daemon=True,
+        )
+        self._closer.start()
+
+    def join(self) -> None:
+        """Waits until the version before has settled, and says what went wrong with it."""
+        if self._closer is not None:
+            limit = 2 * self._settings.transfer_s + CAUSE_S  # its own waits end before: the drain, then the manifest
+            self._closer.join(limit)
+            if self._closer.is_alive():
+                raise self.lose(
+                    f"trainer rank {self._rank} waited {limit:g} s for version {self._version} to be acknowledged"
+                )
+            self._closer = None
+        if self.lost:
+            raise FeedLost(self.lost)
+
+    def is_packed_within(self, seconds: float) -> bool:
+        """No weight is read any more, now or in so many seconds."""
+        try:
+            return self._emitter.is_packed_within(seconds)
+        except EmitError as error:
+            raise self._broken(error) from error
+
+    def revoke(self) -> None:
+        """The version that is on its way never becomes whole here; weights may change at once."""
+        try:
+            self._emitter.revoke()
+        except EmitError as error:
+            raise self._broken(error) from error
+
+    def withdraw(self, deadline_s: float) -> None:
+        """The open attempt does not count; what went out of it is said, so that it shows as wasted."""
+        try:
+            report = self._emitter.withdraw(deadline_s)
+        except EmitError as error:
+            raise self._broken(error) from error
+        if report.pieces:
+            self._emitted(report)
+
+    def lose(self, reason: str) -> FeedLost:
+        """Ends the attachment for all, at once for this rank: from here on no weight is read for it."""
+        first = self.lost
+        self.lost = first or reason
+        if not first:
+            if not self.book.is_over and not self._journal.failure:
+                with suppress(ControlError):
+                    self._log.append(records.failed(self.attach.attachment, self._rank, reason))
+            self.stop()
+        return FeedLost(self.lost)
+
+    def stop(self) -> None:
+        """Takes back what is on its way; lanes and threads are freed behind. Idempotent."""
+        with suppress(EmitError):
+            self._emitter.revoke()
+        threading.Thread(target=self._emitter.close, name=f"megastream-close-{self._rank}", daemon=True).start()
+
+    def close(self) -> None:
+        """Frees lanes and threads; blocks for one send at most. Idempotent."""
+        self._emitter.close()
+        if self._closer is not None:
+            self._closer.join(CAUSE_S)  # the emitter is closed: nothing is left to wait for
+
+    def _settle(self, version: int, attempt: int, train_step: int) -> None:
+        """Runs in a thread of its own for each version; what fails is met by the training thread."""
+        try:
+            self._emitted(self._emitter.drain(self._settings.transfer_s))
+            if self._rank == 0:
+                self._say_how_it_ended(version, attempt, train_step)
+        except EmitError as error:
+            self._broken(error)
+        except (SyncError, ControlError, ValueError) as error:
+            self.lose(str(error))
+
+    def _emitted(self, report: EmitReport) -> None:
+        self.reports.append(report)
+        self._log.append(records.emitted(self.attach, self._rank, report))
+
+    def _say_how_it_ended(self, version: int, attempt: int, train_step: int) -> None:
+        book = self.book
+
+        def missing() -> str:
+            return f"{', '.join(book.not_emitted(version, attempt))} to emit version {version}"
+
+        self._journal.wait(lambda: not book.not_emitted(version, attempt), self._settings.transfer_s, missing, book)
+        end = book.manifest(self.plan, self.attach.incarnation, version, attempt, train_step)
+        self._log.raise_version(version)
+        self._log.append(end)
+
+    def _broken(self, error: EmitError) -> FeedLost:
+        cause = self._journal.failure_within(CAUSE_S, self.book)
+        reason = str(error)
+        return self.lose(f"{cause} ({reason})" if cause and cause not in reason else reason)
