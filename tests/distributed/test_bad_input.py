@@ -40,7 +40,7 @@ def test_configuration(tmp_path: Path, changes: dict[str, object], words: tuple[
 
 def test_engine_layout_option(tmp_path: Path) -> None:
     line = refusal(tmp_path, "--engine-layout", "pp9")
-    assert "pp9" in line and "engine.layout" in line
+    assert "--engine-layout is 'pp9'; it is one of pp2, tp2ep" in line
 
 
 def test_control_plane_that_is_away(tmp_path: Path) -> None:
