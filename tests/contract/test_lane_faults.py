@@ -31,6 +31,7 @@ from tests.contract.lanes import (
     send_sizes,
     start_sender,
 )
+from tests.helpers.spine import eventually
 
 ROOT = Path(__file__).parents[2]
 SOON_S = 2.0
@@ -289,14 +290,11 @@ def cycle(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_fifty_lanes_leave_no_thread_and_no_file(transport: str) -> None:
-    """On a GPU eight: each takes a process."""
     if transport == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL's sockets, used only because both ends share the GPU, keep a file of each communicator")
     cycle(transport)
     before = threads_and_files()
-    for _ in range(50 if transport == "gloo" else 8):
+    for _ in range(50 if transport == "gloo" else 8):  # on a GPU each takes a process
         cycle(transport)
-    until = time.monotonic() + 5  # a rendezvous closes its connections in a thread of its own
-    while threads_and_files() > before and time.monotonic() < until:
-        time.sleep(0.05)
-    assert threads_and_files() <= before
+    # A rendezvous closes its connections in a thread of its own.
+    eventually(lambda: threads_and_files() <= before, 5.0)

@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megastream.families import FAMILIES, load_shape
-from tests.helpers.family_models import ENGINE_SIZES, random_transformers
+from tests.helpers.family_models import random_transformers
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -23,6 +24,30 @@ LAYOUTS = [
     dict(tp=1, pp=3, ep=False),
 ]
 
+_ENGINE = dict(num_hidden_layers=5, hidden_size=64, intermediate_size=128, head_dim=32, num_key_value_heads=2)
+_ENGINE_MOE = dict(_ENGINE, moe_intermediate_size=128)
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _ENGINE_MOE,
+    "qwen2_moe": dict(_ENGINE_MOE, hidden_size=128, shared_expert_intermediate_size=64),
+    "qwen3": _ENGINE,
+    "llama": _ENGINE,
+    "mixtral": _ENGINE,
+    "glm4_moe": _ENGINE_MOE,
+    "deepseek_v3": dict(
+        num_hidden_layers=5,
+        topk_method="noaux_tc",
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        head_dim=64,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    ),
+}
+"""Sizes that vLLM's CPU attention and experts take."""
+
 LEFT_OUT = {"gpt_oss"}
 """vLLM's own loader of GPT-OSS cannot give 4 ranks these 6 experts or 2 key heads."""
 
@@ -31,7 +56,7 @@ def test_fresh_loads_are_what_the_tables_say(tmp_path: Path) -> None:
     """Two heads of keys on four ranks, 6 experts on four, 5 layers on two and three stages; one process for all."""
     jobs = []
     for family in sorted(FAMILIES.keys() - LEFT_OUT):
-        model = random_transformers(family, **ENGINE_SIZES[family])
+        model = random_transformers(family, **SIZES[family])
         model.to(torch.bfloat16).save_pretrained(tmp_path / family)
         is_dense = load_shape(tmp_path / family).num_experts == 0
         for number, layout in enumerate(LAYOUTS):

@@ -15,9 +15,9 @@ from tests.helpers.reference_blocks import (
     Norms,
     OutputBias,
     Renamed,
-    StackedExperts,
     Whole,
 )
+from tests.helpers.reference_stacked import StackedExperts
 
 
 @dataclass(frozen=True)
