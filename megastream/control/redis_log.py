@@ -27,7 +27,7 @@ from megastream.protocol.records import Record, WeightsReady
 
 KEEP_S = 24 * 3600
 """The server forgets a run this many seconds after the last of its processes went."""
-
+KEEP_RECORDS = 65536  # about so many, then the oldest are forgotten
 _KEEP_EVERY_S = 1.0
 _BLOCK_SLICE_S = 0.5  # the longest the server is asked to block, so that close() is noticed
 _SOCKET_TIMEOUT_S = 5.0  # a server that does not answer for so long counts as away
@@ -60,16 +60,17 @@ class RedisLog:
     A server that lost its data (restart, FLUSHALL) keeps the order of incarnations and versions: every open log
     restores the highest ones it has seen, and its own blobs and standing records (protocol.records.STANDING). Lost
     records are reported in the log of the process.
+    About `keep_records` records are kept, the oldest forgotten; standing ones are written again before that.
     """
 
-    def __init__(self, url: str, run_id: str, *, reconnect_s: float) -> None:
+    def __init__(self, url: str, run_id: str, *, reconnect_s: float, keep_records: int = KEEP_RECORDS) -> None:
         if not _RUN_ID.fullmatch(run_id):
             raise ValueError(f"run id {run_id!r}: use 1 to 100 letters, digits, dots, dashes and underscores")
         if not 0 <= reconnect_s < float("inf"):
             raise ValueError(f"reconnect_s must be at least 0 and finite, got {reconnect_s}")
         self.run_id = run_id
         self.url = split_login(url)[0]
-        self._reconnect_s = reconnect_s
+        self._reconnect_s, self._keep_records = reconnect_s, keep_records
         self._client: Any = _client(url, self.url)
         prefix = f"megastream:{run_id}"
         self._keys = [f"{prefix}:log", f"{prefix}:state", f"{prefix}:blobs"]
@@ -95,10 +96,10 @@ class RedisLog:
         message = _encoder.encode(_Message(self.run_id, record))
         with self._append_lock:
             self._turn += 1
-            arguments: list[Any] = [self._writer, self._turn, message, KEEP_S]
-            entry: bytes = self._call("append", lambda: self._append(self._keys, arguments))
-        self._standing.note_record(record)
-        return entry.decode()
+            arguments: list[Any] = [self._writer, self._turn, message, KEEP_S, self._keep_records]
+            entry, number = self._call("append", lambda: self._append(self._keys, arguments))
+        self._standing.note_record(record, int(number))
+        return str(entry.decode())
 
     def read(self, after: str, block_s: float) -> list[tuple[str, Record]]:
         """Records behind id `after`, waiting at most `block_s` seconds for the first one; foreign ones left out."""
@@ -254,9 +255,12 @@ class RedisLog:
         self._kept = time.monotonic()
         floors = [part for pair in self._floor.items() for part in pair]
         arguments = [KEEP_S, *floors, self._writer, self._standing.name]
-        kept = self._call("keep alive", lambda: self._keep(self._keys, arguments), until)
-        if kept == 0:
+        answer = self._call("keep alive", lambda: self._keep(self._keys, arguments), until)
+        if answer is not None and answer[0] == 0:
             self._restore(until)
+        elif answer is not None:  # what the server will soon forget
+            for record in self._standing.records_before(int(answer[1]) - self._keep_records // 2):
+                self.append(record)
 
     def _restore(self, until: float | None) -> None:
         """Puts back what this connection has published when it was there before and is not any more."""

@@ -9,16 +9,16 @@ APPEND = """
 local field = 'writer:' .. ARGV[1]
 local last = redis.call('HGET', KEYS[2], field)
 if last then
-  local turn, id = string.match(last, '^(%d+) (.+)$')
-  if turn == ARGV[2] then return id end
+  local turn, id, number = string.match(last, '^(%d+) (%S+) (%d+)$')
+  if turn == ARGV[2] then return {id, number} end
 end
 local number = redis.call('HINCRBY', KEYS[2], 'records', 1)
-local id = redis.call('XADD', KEYS[1], '*', 'number', number, 'message', ARGV[3])
-redis.call('HSET', KEYS[2], field, ARGV[2] .. ' ' .. id)
+local id = redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[5], '*', 'number', number, 'message', ARGV[3])
+redis.call('HSET', KEYS[2], field, ARGV[2] .. ' ' .. id .. ' ' .. number)
 for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, ARGV[4]) end
-return id
+return {id, tostring(number)}
 """
-"""Arguments: writer, its turn, message, seconds to live. The record's id."""
+"""Arguments: writer, its turn, message, seconds to live, how many records the log keeps (about). Id and number."""
 
 KEEP = """
 for i = 1, 2 do
@@ -27,11 +27,11 @@ for i = 1, 2 do
 end
 redis.call('HSET', KEYS[2], 'seen:' .. ARGV[7], redis.call('TIME')[1])
 for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, ARGV[1]) end
-return redis.call('HEXISTS', KEYS[2], 'kept:' .. ARGV[6])
+return {redis.call('HEXISTS', KEYS[2], 'kept:' .. ARGV[6]), redis.call('HGET', KEYS[2], 'records') or '0'}
 """
 """Arguments: seconds to live, then two times a name of `state` and a value that it is raised to, never lowered; the
 writer; the name under which it is seen. Always writes, so that readers too notice a server that takes no writes.
-Answers 0 when what this writer has published is not there (any more), else 1.
+Answers 0 when what this writer has published is not there (any more), else 1; and the newest record's number.
 """
 
 SEEN = """

@@ -15,16 +15,17 @@ class Standing:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._records: dict[tuple[str, str, int], Record] = {}
+        self._records: dict[tuple[str, str, int], tuple[Record, int]] = {}
         self._blobs: dict[str, bytes] = {}
         self.name = ""
         """Under which this connection is seen on the server: `<engine>/<rank>` once it has said EngineReady."""
 
-    def note_record(self, record: Record) -> None:
+    def note_record(self, record: Record, number: int) -> None:
+        """`number`: which record of the log it is."""
         if isinstance(record, STANDING):
             key = type(record).__name__, getattr(record, "engine", ""), getattr(record, "rank", -1)
             with self._lock:
-                self._records[key] = record
+                self._records[key] = record, number
         if isinstance(record, EngineReady):
             self.name = seen_name(record.engine, record.rank)
 
@@ -34,8 +35,12 @@ class Standing:
 
     @property
     def records(self) -> list[Record]:
+        return self.records_before(None)
+
+    def records_before(self, number: int | None) -> list[Record]:
+        """Those that the log holds further back than `number`; all of them for None."""
         with self._lock:
-            return list(self._records.values())
+            return [record for record, at in self._records.values() if number is None or at < number]
 
     @property
     def blobs(self) -> dict[str, bytes]:

@@ -107,7 +107,7 @@ class EngineSync:
         self._stop = True
 
     def events(self) -> Iterator[Record]:
-        """Every record of the run from its beginning, as it comes, until `stop`. Blocks; use a thread of its own."""
+        """Every record of the run that the log keeps, and as they come, until `stop`. Blocks: use a thread for it."""
         after = "0"
         while not self._stop:
             for position, record in self._log.read(after, self._settings.poll_s):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
+from megastream.control import redis_log
 from megastream.control.embedded import EmbeddedServer
 from megastream.control.redis_log import RedisLog
 from tests.contract.lanes import TRANSPORTS, Link
@@ -37,8 +38,8 @@ def raw(server: EmbeddedServer) -> Iterator[redis.Redis]:
 def connect(server: EmbeddedServer, raw: redis.Redis) -> Iterator[Callable[..., RedisLog]]:
     opened: list[RedisLog] = []
 
-    def connect(run_id: str = RUN, reconnect_s: float = 10.0) -> RedisLog:
-        opened.append(RedisLog(server.url, run_id, reconnect_s=reconnect_s))
+    def connect(run_id: str = RUN, reconnect_s: float = 10.0, keep_records: int = redis_log.KEEP_RECORDS) -> RedisLog:
+        opened.append(RedisLog(server.url, run_id, reconnect_s=reconnect_s, keep_records=keep_records))
         return opened[-1]
 
     yield connect

@@ -138,6 +138,27 @@ def test_a_dead_run_leaves_nothing_for_ever(connect: Callable[..., RedisLog], ra
     assert all(raw.ttl(key) > 100 for key in keys)
 
 
+def test_a_long_run_keeps_its_newest_records_and_what_still_holds(
+    connect: Callable[..., RedisLog], raw: redis.Redis
+) -> None:
+    """The log stays bounded; who comes late finds the engine that has been up since the beginning."""
+    engine = EngineReady(engine="e1", rank=0, world_size=1, library="vllm 0.32.0")
+    early, writer = connect(keep_records=400), connect(keep_records=400)
+    early.append(engine)
+    for version in range(2000):
+        writer.append(ready(version))
+        if version % 100 == 99:
+            early._kept = 0.0  # a second has passed
+            early.read("0", 0.0)
+    assert raw.xlen(f"megastream:{RUN}:log") <= 600
+    late, after, found = connect(), "0", list[object]()
+    while entries := late.read(after, 0.0):
+        found += [record for _, record in entries]
+        after = entries[-1][0]
+    assert engine in found
+    assert found[-1] == ready(1999)
+
+
 def test_close_ends_a_read_in_another_thread(connect: Callable[..., RedisLog]) -> None:
     log, said = connect(), []
 
