@@ -30,6 +30,7 @@ from megastream.rl.answers import Answering
 from megastream.rl.checking import Checker
 from megastream.rl.checkpoint import tensor_shapes
 from megastream.rl.data import read_pairs
+from megastream.rl.engine_start import forget_wakeup_fd, start_engine
 from megastream.rl.fixed import ask_fixed
 from megastream.rl.floor import engine_floor
 from megastream.rl.folder import EXPORTED
@@ -220,10 +221,11 @@ async def serve(job: Job) -> None:
     """Starts the engine and hosts it until SIGTERM. The engine is shut down in any case."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    forget_wakeup_fd()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     log = RedisLog(job.control_url, job.run_id, reconnect_s=job.config.deadlines.reconnect_s)
-    engine = AsyncLLM.from_engine_args(engine_arguments(job))
+    engine = start_engine(engine_arguments(job))
     try:
         await Host(job, engine, log).run(stop)
     finally:

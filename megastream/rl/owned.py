@@ -69,7 +69,7 @@ class Owner:
 
     def note_segments(self) -> bool:
         """Adds the segments that our processes use now; True when there were new ones."""
-        found = {name for pid in processes(self.run_id) for name in _mapped(pid)}
+        found = {name for pid in processes(self.run_id) for name in mapped(pid)}
         found |= {name for ident in _idents(Path(self.folder)) for name in _named_after(ident)}
         new = sorted(found - set(self.segments))
         self.segments += new
@@ -203,7 +203,8 @@ def _environment(pid: int) -> list[bytes]:
         return []
 
 
-def _mapped(pid: int) -> set[str]:
+def mapped(pid: int) -> set[str]:
+    """Names of the segments in /dev/shm that a process uses; none of a process that is gone."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except OSError:

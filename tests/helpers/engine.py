@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from megastream.rl import owned
 from megastream.rl.children import before_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,8 @@ class Engine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from megastream.rl.engine_start import start_engine
+
         self.name = ""
         self.num_tokens = 0
         """Tokens of all requests so far."""
@@ -102,7 +105,7 @@ class Engine:
         )
 
         async def start() -> AsyncLLM:
-            return AsyncLLM.from_engine_args(arguments)
+            return start_engine(arguments)
 
         self.llm = self.run(start(), 420)
         # vLLM's front end pauses for a full collection of everything imported here, which looks like a stall.
@@ -168,14 +171,27 @@ class Engine:
         return answer
 
     def close(self) -> None:
-        """Ends the engine and its processes."""
+        """Ends the engine and its processes; removes the segments that vLLM leaves because it kills its workers."""
 
         async def stop() -> None:
             self.llm.shutdown()
 
+        segments = {name for pid in below(os.getpid()) for name in owned.mapped(pid) if name.startswith("vllm_dist")}
         self.run(stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
+        del self.llm
+        for name in segments:
+            (owned.SHM / name).unlink(missing_ok=True)
+
+
+def below(pid: int) -> list[int]:
+    """A process, its children, and theirs."""
+    pids = [pid]
+    for one in pids:  # grows while it is read
+        for task in Path(f"/proc/{one}/task").iterdir():
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def serve_command() -> list[str]:
@@ -232,10 +248,7 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL for the server, its engine core and its workers, all at once."""
-        pids = [self._process.pid]
-        for pid in pids:  # grows while it is read
-            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        for pid in pids:
+        for pid in below(self._process.pid):
             os.kill(pid, signal.SIGKILL)
         self._process.wait(10)
 

@@ -145,12 +145,12 @@ FAMILY_MODELS = {
 }
 
 
-def random_transformers(family: str, **sizes: Any) -> Any:
+def random_transformers(family: str, seed: int = 5, **sizes: Any) -> Any:
     """A random model of `transformers`, fp32, in which no two tensors are alike."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**{**FAMILY_MODELS[family].config(family), **sizes})
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     for name, tensor in (*reference.named_parameters(), *reference.named_buffers()):
         if name.endswith("inv_freq"):

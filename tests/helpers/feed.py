@@ -122,6 +122,11 @@ class Feeder:
         else:
             buffer.parameter.data.view(-1)[:1].view(torch.int16).bitwise_xor_(1)
 
+    def feed_addresses(self) -> dict[str, int]:
+        """Where every parameter and buffer of the live model lies."""
+        model = self.model_runner.get_model()
+        return {name: t.data_ptr() for named in (model.named_parameters(), model.named_buffers()) for name, t in named}
+
     def feed_expected(self, version: int) -> dict[str, str]:
         """Digests that a version's live buffers must have on this rank."""
         from megastream.engine.digest import tensor_digest

@@ -23,9 +23,8 @@ MARK = "ANSWERS "
 
 
 async def _ask(job: Job) -> list[dict[str, Any]]:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     from megastream.rl.data import read_pairs
+    from megastream.rl.engine_start import start_engine
     from megastream.rl.fixed import ask_fixed
     from megastream.rl.host import engine_arguments
     from megastream.rl.prepare import HELD_OUT_FILE
@@ -34,7 +33,7 @@ async def _ask(job: Job) -> list[dict[str, Any]]:
     arguments.model = str(job.results / EXPORTED)
     arguments.weight_transfer_config = None
     arguments.additional_config = {}
-    engine = AsyncLLM.from_engine_args(arguments)
+    engine = start_engine(arguments)
     try:
         return await ask_fixed(engine, read_pairs(job.results / HELD_OUT_FILE))
     finally:

@@ -26,13 +26,14 @@ class RevealTrainer:
     """What TrainerSync asks of a trainer, for one rank."""
 
     library = "reveal"
+    mesh = MESH
     shape = SHAPE
     family = family_of(SHAPE)
     weights = staticmethod(reveal.weights)
 
     def __init__(self, layout: RankLayout):
         self.layout = layout
-        self.buffers = {spec.name: torch.zeros(spec.num_elements, dtype=torch.bfloat16) for spec in layout.buffers}
+        self.buffers = {s.name: torch.zeros(s.num_elements, dtype=getattr(torch, s.dtype)) for s in layout.buffers}
         self.fill(0)
 
     def describe(self) -> RankLayout:
@@ -95,7 +96,7 @@ def training(
     settings: TrainerSettings = SETTINGS,
 ) -> Iterator[list[str]]:
     """Runs `body` on every trainer rank while the block runs; yields what they raised, complete after the block."""
-    layouts = trainer_layouts(kind.family, kind.shape, MESH, bucket_elements=40000)
+    layouts = trainer_layouts(kind.family, kind.shape, kind.mesh, bucket_elements=40000)
     errors: list[str] = []
 
     def run(layout: RankLayout) -> None:

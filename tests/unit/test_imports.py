@@ -45,6 +45,7 @@ OWNERS = {
 
 EXCEPTIONS = {
     ("rl/host.py", "vllm"): "the host is a user of vLLM's public AsyncLLM, as any rollout worker is",
+    ("rl/engine_start.py", "vllm"): "likewise: AsyncLLM, started by forking on a CPU",
     ("rl/answers.py", "vllm"): "likewise: sampling parameters of the questions",
     ("rl/fixed.py", "vllm"): "likewise: sampling parameters of the fixed prompts",
 }
