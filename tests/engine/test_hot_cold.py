@@ -1,0 +1,111 @@
+"""A hot update equals a cold start, for the families that an engine on a CPU serves: A, B, C and B again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megastream.families import family_of, load_shape
+from megastream.layout.mesh import parse_trainer_mesh
+from tests.engine.conftest import LAYOUTS
+from tests.helpers.engine import Answer, Engine
+from tests.helpers.family_models import random_transformers
+from tests.helpers.reveal_trainer import Orders, RevealTrainer, training
+from tests.helpers.tiny_moe import write_tokenizer
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
+
+PROMPT = [31, 7, 50, 99, 3, 20]
+VERSIONS = ("a", "b", "c", "b")
+COMMON = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=128, head_dim=32, num_key_value_heads=2)
+COMMON |= dict(max_position_embeddings=2048, vocab_size=320)
+MOE = dict(COMMON, moe_intermediate_size=64)
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": dict(MOE, num_experts=8),
+    "mixtral": dict(COMMON, num_local_experts=8),
+    "glm4_moe": MOE,
+    "qwen3": COMMON,
+    "llama": COMMON,
+}
+"""Qwen2-MoE has a test of its own. DeepSeek-V3 and GPT-OSS are refused by name: derived weights of MLA, biases."""
+DENSE = ("qwen3", "llama")
+CASES = [(f, layout) for f in SIZES for layout in LAYOUTS if not (f in DENSE and layout == "tp2ep")]
+"""vLLM refuses expert parallelism without experts."""
+
+
+def write(family: str, folder: Path) -> dict[str, Path]:
+    """A folder that vLLM serves for each of A, B and C; no two tensors of them are alike."""
+    folders = {}
+    for seed, name in enumerate("abc"):
+        folders[name] = folder / name
+        random_transformers(family, seed, **SIZES[family]).to(torch.bfloat16).save_pretrained(folders[name])
+        write_tokenizer(folders[name], SIZES[family]["vocab_size"])
+    return folders
+
+
+def trainer_of(folders: dict[str, Path]) -> type[RevealTrainer]:
+    """A trainer whose versions 0 to 3 have the weights A, B, C and B."""
+    held = {name: load_file(folder / "model.safetensors") for name, folder in folders.items()}
+
+    class Trainer(RevealTrainer):
+        shape = load_shape(folders["a"])
+        family = family_of(shape)
+        mesh = parse_trainer_mesh("tp1 pp2 ep2" if shape.num_experts else "tp2 pp2")
+        weights = staticmethod(lambda version: held[VERSIONS[version]])
+
+    return Trainer
+
+
+async def look(engine: Engine, name: str) -> tuple[Any, Any, Any]:
+    """What a version is: digests of all that each rank computes with, tokens of a prefill and decodes, logprobs."""
+    ranks = await engine.ranks("megastream_call", "digest", {})
+    assert all(rank["ok"] for rank in ranks), ranks
+    answer: Answer = await engine.ask(name, PROMPT, 12)
+    return [rank["digests"] for rank in ranks], answer.tokens, answer.logprobs
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_streamed_weights_are_those_of_a_cold_start(family: str, layout: str, control_url: str, tmp_path: Path) -> None:
+    """Every tensor that each rank computes with, and every answer, is that of a fresh engine served from B's folder."""
+    folders = write(family, tmp_path)
+    run_id = f"hot-{family}-{layout}"
+    settings = {"megastream": {"control_url": control_url, "run_id": run_id, "engine": run_id}}
+    engine = Engine(folders["a"], additional_config=settings, **LAYOUTS[layout])
+    orders = Orders()
+
+    async def stream() -> list[Any]:
+        seen = [await look(engine, "v0")]
+        with training(control_url, run_id, orders.train, trainer_of(folders)) as errors:
+            try:
+                for version in (1, 2, 3):
+                    await asyncio.to_thread(orders.update, version)
+                    seen.append(await look(engine, f"v{version}"))
+            finally:
+                orders.end()
+        assert errors == []
+        return seen
+
+    try:
+        a, b, c, again = engine.run(stream(), timeout_s=200)
+    finally:
+        engine.close()
+    assert again == b
+    for one, other in ((a, b), (b, c), (a, c)):
+        same = [
+            name for mine, yours in zip(one[0], other[0], strict=True) for name in mine if mine[name] == yours[name]
+        ]
+        assert same == [], "the versions must differ everywhere, or nothing is shown"
+        assert one[2] != other[2]
+    fresh = Engine(
+        folders["b"], additional_config={"megastream": dict(settings["megastream"], engine="fresh")}, **LAYOUTS[layout]
+    )
+    try:
+        cold = fresh.run(look(fresh, "cold"))
+    finally:
+        fresh.close()
+    assert cold == again
