@@ -28,8 +28,8 @@ _TENSOR_PARALLEL: tuple[tuple[str, Cut], ...] = (
     (r"embedding\.word_embeddings\.weight|output_layer\.weight", "rows"),
     (r".*self_attention\.linear_qkv\.(weight|bias)", "rows"),
     (r".*self_attention\.linear_proj\.weight", "columns"),
-    (r".*mlp\.(experts\..*|shared_experts)\.linear_fc1\.weight", "gate_up"),
-    (r".*mlp\.(experts\..*|shared_experts)\.linear_fc2\.weight", "columns"),
+    (r".*mlp\.(experts\..*\.|shared_experts\.|)linear_fc1\.weight", "gate_up"),
+    (r".*mlp\.(experts\..*\.|shared_experts\.|)linear_fc2\.weight", "columns"),
     (r".*", "whole"),
 )
 """How Megatron cuts a parameter over tensor parallel ranks; the first match counts."""
@@ -41,6 +41,7 @@ _RENAMED = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
 }
 
@@ -121,14 +122,14 @@ def _layer_tensor(prefix: str, rest: str, value: torch.Tensor, model: ModelConfi
         groups = value.view(model.kv_heads, per_group + 2, model.head_dim, *value.shape[1:])
         parts = {"q": groups[:, :per_group], "k": groups[:, per_group], "v": groups[:, per_group + 1]}
         return {prefix + f"self_attn.{n}_proj.{match[1]}": t.reshape(-1, *value.shape[1:]) for n, t in parts.items()}
-    match = re.fullmatch(r"mlp\.(?:experts\.local_experts\.(\d+)|shared_experts)\.linear_fc([12])\.weight", rest)
+    match = re.fullmatch(r"mlp\.(experts\.local_experts\.\d+\.|shared_experts\.|)linear_fc([12])\.weight", rest)
     if match is None:
         raise OracleError(f"no rule for the trainer parameter {prefix}{rest}")
-    expert = prefix + (f"mlp.experts.{match[1]}." if match[1] else "mlp.shared_expert.")
+    inner = match[1].replace("local_experts.", "").replace("shared_experts", "shared_expert")
     if match[2] == "2":
-        return {expert + "down_proj.weight": value}
+        return {f"{prefix}mlp.{inner}down_proj.weight": value}
     gate, up = value.chunk(2, dim=0)
-    return {expert + "gate_proj.weight": gate, expert + "up_proj.weight": up}
+    return {f"{prefix}mlp.{inner}gate_proj.weight": gate, f"{prefix}mlp.{inner}up_proj.weight": up}
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,6 @@ class LayoutSection(Section, frozen=True, kw_only=True):
     stage_layers: tuple[int, ...] | None = None
     overlap_grad_reduce: bool = False
     mtp_layers: int = 0
-    router_expert_bias: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
 
@@ -64,7 +63,10 @@ class BatchSection(Section, frozen=True, kw_only=True):
 
 
 class OptimizerSection(Section, frozen=True, kw_only=True):
-    """Adam. The rate rises for `warmup_steps`, then falls to `min_learning_rate` until step `decay_steps`."""
+    """Adam. The rate rises for `warmup_steps`, then falls to `min_learning_rate` until step `decay_steps`.
+
+    `router_bias_rate`: by how much a step moves the routers' bias for the choice of experts, in families that have it.
+    """
 
     learning_rate: float
     min_learning_rate: float = 0.0
@@ -73,6 +75,7 @@ class OptimizerSection(Section, frozen=True, kw_only=True):
     decay_steps: int = 0
     weight_decay: float = 0.0
     clip_grad: float = 1.0
+    router_bias_rate: float = 1e-3
 
 
 class StreamSection(Section, frozen=True, kw_only=True):
@@ -166,7 +169,6 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             cp=layout.cp,
             stage_layers=layout.stage_layers,
             mtp_layers=layout.mtp_layers,
-            router_expert_bias=layout.router_expert_bias,
             overlap_grad_reduce=layout.overlap_grad_reduce,
             per_token_loss=self.batch.per_token_loss,
             recompute=layout.recompute,
@@ -174,6 +176,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             lr=optimizer.learning_rate,
             weight_decay=optimizer.weight_decay,
             clip=optimizer.clip_grad,
+            router_bias_rate=optimizer.router_bias_rate,
             seed=self.run.seed,
         )
 
@@ -187,6 +190,7 @@ _ZERO_IS_FINE = {
     "optimizer.decay_steps",
     "optimizer.weight_decay",
     "optimizer.clip_grad",
+    "optimizer.router_bias_rate",
 }
 
 

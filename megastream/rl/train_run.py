@@ -139,7 +139,8 @@ def _facts(config: TrainConfig, settings: TrainerConfig) -> dict[str, Any]:
     """What a resumed training must share; JSON data."""
     names = (
         "layers hidden heads kv_groups head_dim experts top_k expert_ffn vocab tied qk_norm qkv_bias norm_top_k "
-        "shared_ffn rope_theta norm_eps dtype"
+        "shared_ffn shared_gate dense_layers dense_ffn router_expert_bias router_scale rope_theta rope_part norm_eps "
+        "dtype"
     )
     optimizer = {name: getattr(config.optimizer, name) for name in config.optimizer.__struct_fields__}
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from megastream.trainer.compat_grads import late_params
 from megastream.trainer.finality import make_stepper, refuse_finality
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, is_streamed
 from megastream.trainer.refusals import refuse_unsupported
+from megastream.trainer.router_bias import BUFFER, RouterBiases
 from megastream.trainer.stepper import Listener, Stepper, Trained
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)$")
@@ -44,7 +45,7 @@ class MegatronAdapter:
     a unit is final as early as it can be. Both sizes are those of the run. With `ownership` "slice" each data-parallel
     rank sends what it steps, before parameters are gathered; with "replica" any of them sends, after it.
     UnsupportedTrainer names a version or a setting under which it is not known when a weight is final, also for the
-    chosen `finality` alone; ValueError a parameter that the family has no rule for.
+    chosen `finality` alone; ValueError a parameter, or a router's bias, that the family has no rule for.
     """
 
     def __init__(
@@ -66,9 +67,13 @@ class MegatronAdapter:
         self._chunks, self._optimizer, self.family, self._shape = chunks, optimizer, family, shape
         self._coords, self._ownership, self._finality = mesh_coords(), ownership, finality
         local_experts = shape.num_experts // self._coords["ep_size"]
-        self._names = {
-            param: name for chunk in chunks for name, param in _canonical_params(chunk, local_experts, self._coords)
-        }
+        self._names: dict[torch.nn.Parameter, str] = {}
+        biases: list[tuple[str, Any]] = []
+        for chunk in chunks:
+            canonical = _renaming(chunk, local_experts, self._coords)
+            self._names |= {param: canonical(name) for name, param in chunk.named_parameters()}
+            biases += [(canonical(name), router) for name, router in compat.routers_with_bias(chunk)]
+        self._biases = RouterBiases(biases) if biases else None
         if is_streamed(finality):
             borders = {
                 param: _unit_border(name, local_experts, experts_per_unit) for param, name in self._names.items()
@@ -81,8 +86,13 @@ class MegatronAdapter:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Bucket name -> flat live tensor in model dtype, in the order in which buckets become final."""
-        return {bucket.name: bucket.data for bucket in self._buckets}
+        """Name -> flat tensor that leaves: live buckets in model dtype, in the order in which they become final.
+
+        The last is the routers' biases, where the model has any (fp32): a copy that follows the model until a stepper
+        is made, and from then on its steps. So load weights before that.
+        """
+        buffers = {bucket.name: bucket.data for bucket in self._buckets}
+        return buffers if self._biases is None else {**buffers, BUFFER: self._biases.current()}
 
     def describe(self) -> RankLayout:
         """This rank's layout. No communication."""
@@ -94,7 +104,14 @@ class MegatronAdapter:
             for bucket in self._buckets
             for param, offset in bucket.params
         ]
-        buffers = [BufferSpec(b.name, b.data.numel(), str(b.data.dtype).removeprefix("torch.")) for b in self._buckets]
+        owned = {bucket.name: bucket.owned for bucket in self._buckets}
+        if self._biases is not None:  # equal on all ranks of a stage, so every one of them owns it
+            params += [TrainerParam(name, shape, BUFFER, offset) for name, shape, offset in self._biases.places]
+            owned[BUFFER] = (0, self._biases.data.numel())
+        buffers = [
+            BufferSpec(name, data.numel(), str(data.dtype).removeprefix("torch."))
+            for name, data in self.buffers.items()
+        ]
         return trainer_rank_layout(
             self.family,
             self._shape,
@@ -104,7 +121,7 @@ class MegatronAdapter:
             params=tuple(params),
             buffers=tuple(buffers),
             ownership=ownership,
-            owned={bucket.name: bucket.owned for bucket in self._buckets},
+            owned=owned,
         )
 
     def stepper(self, finality: Finality, listener: Listener, *, max_abort_rate: float = MAX_ABORT_RATE) -> Stepper:
@@ -117,8 +134,10 @@ class MegatronAdapter:
                 f"finality {finality!r} steps out of the backward, but the buckets of this adapter were cut for "
                 f"{self._finality!r}; make it with MegatronAdapter(..., finality={finality!r})"
             )
+        if self._biases is not None:
+            self._biases.hold()
         slices = self._ownership == "slice"
-        trained = Trained(self._chunks, self._optimizer, self._buckets, self._names.__getitem__, slices)
+        trained = Trained(self._chunks, self._optimizer, self._buckets, self._names.__getitem__, slices, self._biases)
         return make_stepper(finality, trained, listener, max_abort_rate=max_abort_rate)
 
     @torch.no_grad()
@@ -139,6 +158,9 @@ class MegatronAdapter:
                 target.copy_(checkpoint.read(shard))
         filled = sum(shard.box.volume for shard in layout.shards)
         needed = sum(param.numel() - self._padding(param) for bucket in self._buckets for param, _ in bucket.params)
+        if self._biases is not None:
+            self._biases.put()
+            needed += self._biases.data.numel()
         if filled != needed:
             raise ValueError(f"rank {layout.rank}: {folder} fills {filled} of {needed} parameter elements")
         # Without this the next step would write the old masters back over what was just loaded.
@@ -153,7 +175,7 @@ class MegatronAdapter:
         return int((rows - real_rows) * hidden)
 
     def save_raw(self, folder: str | Path) -> Path:
-        """Writes this rank's parameters as megatron holds them, under canonical names, to `rank<r>.safetensors`.
+        """Writes this rank's weights as megatron holds them, under canonical names, to `rank<r>.safetensors`.
 
         Metadata: `rank`, `world_size` and every mesh coordinate, as text. An oracle can rebuild the model from these
         files without our layout code. Every rank calls it; nothing is communicated.
@@ -161,7 +183,9 @@ class MegatronAdapter:
         rank = dist.get_rank()
         path = Path(folder) / f"rank{rank}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: param.detach().cpu().contiguous().clone() for param, name in self._names.items()}
+        held = {name: param.detach() for param, name in self._names.items()}
+        held |= {} if self._biases is None else self._biases.live
+        tensors = {name: value.cpu().contiguous().clone() for name, value in held.items()}
         metadata = {"rank": str(rank), "world_size": str(dist.get_world_size())}
         metadata |= {axis: str(value) for axis, value in self._coords.items()}
         partial = path.with_suffix(".partial")
@@ -186,22 +210,22 @@ def mesh_coords() -> dict[str, int]:
     return {key: value for axis, (at, size) in axes.items() for key, value in ((axis, at), (f"{axis}_size", size))}
 
 
-def _canonical_params(
-    chunk: Any, experts_per_rank: int, coords: dict[str, int]
-) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(canonical name, parameter): no `module.` prefix, global layer and expert numbers, names of the local spec."""
+def _renaming(chunk: Any, experts_per_rank: int, coords: dict[str, int]) -> Callable[[str], str]:
+    """From a name in a chunk to the canonical one: no `module.` prefix, global layer and expert numbers, names of the
+    local spec."""
     layers = {
         match[0]: f"decoder.layers.{module.layer_number - 1}"
         for name, module in chunk.named_modules()
         if (match := _LAYER.search(name))
     }
     first_expert = coords["ep"] * experts_per_rank
-    for name, param in chunk.named_parameters():
+
+    def canonical(name: str) -> str:
         name = re.sub(r"^(module\.)+", "", name)
         local = re.match(r"(decoder\.layers\.\d+)\.(.*)", name)
-        if local is not None:
-            name = f"{layers[local[1]]}.{_inside_layer(local[2], first_expert)}"
-        yield name, param
+        return name if local is None else f"{layers[local[1]]}.{_inside_layer(local[2], first_expert)}"
+
+    return canonical
 
 
 def _inside_layer(name: str, first_expert: int) -> str:

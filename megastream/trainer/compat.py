@@ -224,6 +224,18 @@ def main_shards(optimizer: Any) -> Iterator[MainShard]:
                 yield MainShard(param, main, span.start, span.end, member, index)
 
 
+def routers_with_bias(chunk: Any) -> Iterator[tuple[str, Any]]:
+    """(name of the bias in its chunk, router) of every router with a bias for the choice of experts, in layer order.
+
+    The bias is fp32 from now on, and stays where it is: megatron's 16-bit wrapper casts it, and the first forward or
+    save would cast it back into another tensor.
+    """
+    for name, module in chunk.named_modules():
+        if getattr(module, "expert_bias", None) is not None:
+            module._maintain_float32_expert_bias()
+            yield f"{name}.expert_bias", module
+
+
 def forget_moments(optimizer: Any) -> None:
     """As if the optimizer had never stepped. The fp32 masters stay; `MegatronAdapter.load_hf` sets them."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):

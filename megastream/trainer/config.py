@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megastream.families.decoder import shared_ffn
 from megastream.families.types import ModelShape
 
-BUILT_FAMILIES = ("qwen2_moe", "qwen3_moe")
+BUILT_FAMILIES = ("glm4_moe", "qwen2_moe", "qwen3_moe")
 """Families whose models `gpt.py` builds; a trainer with a model of its own can stream any that has a table."""
 
 
@@ -34,8 +35,21 @@ class TrainerConfig:
     norm_top_k: bool = True
     """Whether the probabilities of a token's chosen experts are scaled to a sum of 1."""
     shared_ffn: int = 0
-    """Width of the expert that every token passes, with a sigmoid gate of its own (Qwen2-MoE); 0: there is none."""
+    """Width of the expert that every token passes; 0: there is none."""
+    shared_gate: bool = True
+    """Whether that expert has a sigmoid gate of its own (Qwen2-MoE)."""
+    dense_layers: int = 0
+    """So many layers at the beginning have a dense MLP of width `dense_ffn` instead of experts (GLM-4.5-MoE)."""
+    dense_ffn: int = 0
+    router_expert_bias: bool = False
+    """Sigmoid scores in fp32, to each of which a bias is added for the choice of experts alone (GLM-4.5-MoE)."""
+    router_bias_rate: float = 1e-3
+    """By how much a step moves that bias: up for experts that got fewer tokens than the mean, down for others."""
+    router_scale: float = 1.0
+    """What the chosen experts' scaled scores are multiplied with, where the router has such a bias."""
     rope_theta: float = 10_000.0
+    rope_part: float = 1.0
+    """Part of a head's dims that is rotated."""
     norm_eps: float = 1e-6
     tp: int = 1
     pp: int = 1
@@ -51,7 +65,6 @@ class TrainerConfig:
     own. Without it all stages have equally many.
     """
     mtp_layers: int = 0
-    router_expert_bias: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are computed again in the backward: none, those of the attention's core, or all of a layer's."""
     per_token_loss: bool = False
@@ -81,12 +94,12 @@ class TrainerConfig:
         if shape.family not in BUILT_FAMILIES:
             raise ValueError(
                 f"model family {shape.family} is not built by the trainer's own model, only "
-                f"{' and '.join(BUILT_FAMILIES)}; build the model with a training script of your own"
+                f"{', '.join(BUILT_FAMILIES[:-1])} and {BUILT_FAMILIES[-1]}; build the model with a training script of "
+                f"your own"
             )
-        _refuse_fields(raw)
+        _refuse_fields(shape)
         rope = raw.get("rope_parameters") or raw
-        qwen2 = shape.family == "qwen2_moe"
-        model = dict(
+        model: dict[str, Any] = dict(
             layers=shape.num_layers,
             hidden=shape.hidden,
             heads=shape.num_heads,
@@ -97,14 +110,40 @@ class TrainerConfig:
             expert_ffn=shape.expert_ffn,
             vocab=shape.vocab,
             tied=shape.tied,
-            qk_norm=not qwen2,
-            qkv_bias=qwen2,
             norm_top_k=bool(raw.get("norm_topk_prob", False)),
-            shared_ffn=int(raw["shared_expert_intermediate_size"]) if qwen2 else 0,
             rope_theta=float(rope.get("rope_theta", cls.rope_theta)),
             norm_eps=float(raw.get("rms_norm_eps", cls.norm_eps)),
         )
-        return cls(**{**model, **settings})
+        return cls(**{**model, **_FAMILY_FIELDS[shape.family](shape), **settings})
+
+
+def _glm4_fields(shape: ModelShape) -> dict[str, Any]:
+    raw = shape.raw
+    rope = raw.get("rope_parameters") or {}
+    return dict(
+        qk_norm=bool(raw.get("use_qk_norm", False)),
+        qkv_bias=bool(raw.get("attention_bias", False)),
+        norm_top_k=True,
+        shared_ffn=shared_ffn(shape),
+        shared_gate=False,
+        dense_layers=min(int(raw.get("first_k_dense_replace", 0)), shape.num_layers),
+        dense_ffn=int(raw["intermediate_size"]),
+        router_expert_bias=True,
+        router_scale=float(raw.get("routed_scaling_factor", 1.0)),
+        rope_part=float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.5))),
+    )
+
+
+def _qwen2_fields(shape: ModelShape) -> dict[str, Any]:
+    return dict(qk_norm=False, qkv_bias=True, shared_ffn=int(shape.raw["shared_expert_intermediate_size"]))
+
+
+_FAMILY_FIELDS: dict[str, Callable[[ModelShape], dict[str, Any]]] = {
+    "glm4_moe": _glm4_fields,
+    "qwen2_moe": _qwen2_fields,
+    "qwen3_moe": lambda shape: {},
+}
+"""What a family has beside the fields that all of them share; see `TrainerConfig.of`."""
 
 
 def check_layout(config: TrainerConfig, world_size: int) -> None:
@@ -126,6 +165,7 @@ def check_layout(config: TrainerConfig, world_size: int) -> None:
         ("experts", config.experts, "ep", config.ep),
         ("expert_ffn", config.expert_ffn, "etp", etp),
         ("shared_ffn", config.shared_ffn, *tp),
+        ("dense_ffn", config.dense_ffn, *tp),
         ("heads", config.heads, "kv_groups", config.kv_groups),
     )
     for thing, size, axis, parts in rules:
@@ -149,37 +189,30 @@ def _check_stages(stages: tuple[int, ...], layers: int, pp: int, vpp: int) -> No
 
 
 def _refuse_features(config: TrainerConfig) -> None:
-    refusals = (
-        (
-            config.mtp_layers != 0,
-            f"mtp_layers={config.mtp_layers}",
-            "no family table has the weights of multi-token prediction layers",
-            "set mtp_layers to 0",
-        ),
-        (
-            config.router_expert_bias,
-            "router_expert_bias=True",
-            "it is no parameter, changes after the step, and no family table has it",
-            "switch it off",
-        ),
-    )
-    for refused, setting, reason, remedy in refusals:
-        if refused:
-            raise ValueError(f"trainer setting {setting} is not supported: {reason}; {remedy}")
+    if config.mtp_layers:
+        raise ValueError(
+            f"trainer setting mtp_layers={config.mtp_layers} is not supported: no family table has the weights of "
+            f"multi-token prediction layers; set mtp_layers to 0"
+        )
 
 
-def _refuse_fields(raw: Mapping[str, Any]) -> None:
+def _refuse_fields(shape: ModelShape) -> None:
     """Fields of config.json that say that the model computes something else than ours does."""
+    raw = shape.raw
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    found: tuple[tuple[str, Any, Any], ...] = (
+    found: list[tuple[str, Any, Any]] = [
         ("hidden_act", raw.get("hidden_act", "silu"), "silu"),
-        ("attention_bias", raw.get("attention_bias", False), False),
         ("use_sliding_window", raw.get("use_sliding_window", False), False),
         ("mlp_only_layers", list(raw.get("mlp_only_layers") or ()), []),
         ("decoder_sparse_step", raw.get("decoder_sparse_step", 1), 1),
         ("rope_type", kind, "default"),
-    )
+    ]
+    if shape.family == "glm4_moe":  # groups of experts are scored otherwise by Megatron than by transformers
+        found += [(name, raw.get(name, 1), 1) for name in ("n_group", "topk_group", "moe_layer_freq")]
+        found.append(("norm_topk_prob", raw.get("norm_topk_prob", True), True))
+    else:
+        found.append(("attention_bias", raw.get("attention_bias", False), False))
     for name, value, supported in found:
         if value != supported:
             raise ValueError(

@@ -186,6 +186,7 @@ class EarlyStepper:
             self.aborts += 1
             self._take_back()
             self._split = SplitStep(self._trained.optimizer)
+        self._trained.counts(self._listener.final)
         early = {bucket.name for bucket in self._stepped}
         left = [bucket for bucket in self._trained.buckets if bucket.name not in early]
         assert self._split is not None

@@ -1,4 +1,5 @@
-"""One pipeline stage of a Qwen-MoE-shaped GPT on megatron-core, from the typed config. Called on every trainer rank."""
+"""One pipeline stage of a Qwen-MoE- or GLM-4.5-shaped GPT on megatron-core, from the typed config. Called on every
+trainer rank."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def transformer_config(config: TrainerConfig, device: str) -> Any:
         num_attention_heads=config.heads,
         num_query_groups=config.kv_groups,
         kv_channels=config.head_dim,
-        ffn_hidden_size=config.expert_ffn,
+        ffn_hidden_size=config.dense_ffn or config.expert_ffn,
         **_experts(config),
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -71,7 +72,15 @@ def transformer_config(config: TrainerConfig, device: str) -> Any:
 
 
 def _experts(config: TrainerConfig) -> dict[str, Any]:
-    shared = dict(moe_shared_expert_intermediate_size=config.shared_ffn, moe_shared_expert_gate=True)
+    shared = dict(moe_shared_expert_intermediate_size=config.shared_ffn, moe_shared_expert_gate=config.shared_gate)
+    with_bias = dict(
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=config.router_bias_rate,
+        moe_router_score_function="sigmoid",
+        moe_router_topk_scaling_factor=config.router_scale,
+        moe_router_dtype="fp32",
+    )
+    dense, others = config.dense_layers, config.layers - config.dense_layers
     return dict(
         moe_ffn_hidden_size=config.expert_ffn,
         num_moe_experts=config.experts,
@@ -82,6 +91,8 @@ def _experts(config: TrainerConfig) -> dict[str, Any]:
         moe_token_dispatcher_type=config.dispatcher,
         moe_grouped_gemm=compat.has_transformer_engine(),
         **(shared if config.shared_ffn else {}),
+        **(with_bias if config.router_expert_bias else {}),
+        **({"moe_layer_freq": [0] * dense + [1] * others} if dense else {}),
     )
 
 
@@ -114,7 +125,7 @@ def gpt_stage(config: TrainerConfig, transformer: Any, stage: int | None, device
     ends = {"ignore_virtual": stage is None, **virtual}
     model = GPTModel(
         transformer,
-        _layer_spec(transformer, stage),
+        _block_spec(transformer, stage),
         vocab_size=config.vocab,
         max_sequence_length=config.max_sequence,
         pre_process=parallel_state.is_pipeline_first_stage(**ends),
@@ -122,6 +133,7 @@ def gpt_stage(config: TrainerConfig, transformer: Any, stage: int | None, device
         share_embeddings_and_output_weights=config.tied,
         position_embedding_type="rope",
         rotary_base=int(config.rope_theta),
+        rotary_percent=config.rope_part,
         **virtual,
     )
     model = model.cuda() if device == "cuda" else model
@@ -159,27 +171,23 @@ class _GatheredAttention(torch.nn.Module):
         return self.core(query, keys, values, attention_mask, **named)
 
 
-def _layer_spec(transformer: Any, stage: int | None) -> Any:
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+def _block_spec(transformer: Any, stage: int | None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    if compat.has_transformer_engine():
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=transformer.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=transformer.qk_layernorm
-        )
-    layer = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=transformer.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=transformer.qk_layernorm,
-        normalization="RMSNorm",
+    on_te = compat.has_transformer_engine()
+    block = get_gpt_decoder_block_spec(
+        transformer, use_transformer_engine=on_te, normalization="RMSNorm", vp_stage=stage
     )
-    if transformer.context_parallel_size > 1:
-        layer.submodules.self_attention.submodules.core_attention = _GatheredAttention
-    if not transformer.sequence_parallel:
-        return layer
-    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = _MarkedRMSNorm
-    if transformer.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = _MarkedRMSNorm
-    num_layers = get_num_layers_to_build(transformer, vp_stage=stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_MarkedRMSNorm)
+    if on_te:
+        return block
+    for layer in block.layer_specs:
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        if transformer.context_parallel_size > 1:
+            attention.core_attention = _GatheredAttention
+        if transformer.sequence_parallel:
+            parts.input_layernorm = parts.pre_mlp_layernorm = _MarkedRMSNorm
+        if transformer.sequence_parallel and transformer.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = _MarkedRMSNorm
+    if transformer.sequence_parallel:
+        block.layer_norm = _MarkedRMSNorm
+    return block

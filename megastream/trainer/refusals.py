@@ -28,11 +28,6 @@ _DDP: Refusals = (
 )
 _MODEL: Refusals = (
     ("mtp_num_layers", "no family table has the weights of multi-token prediction layers", "leave them out"),
-    (
-        "moe_router_enable_expert_bias",
-        "the bias is no parameter: it changes after the step, and no family table has it",
-        "switch it off",
-    ),
     ("multi_latent_attention", "no family table has its projections", "use grouped query attention"),
     ("add_bias_linear", "no family table has the biases of all linears", "switch it off"),
     ("moe_use_legacy_grouped_gemm", "one parameter would hold all experts of a rank", "switch it off"),

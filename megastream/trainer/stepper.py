@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megastream.trainer import compat
 from megastream.trainer.buckets import Bucket
 from megastream.trainer.not_finite import name_not_finite
+from megastream.trainer.router_bias import BUFFER, RouterBiases
 from megastream.trainer.split import Norm, SplitStep
 
 OnFinal = Callable[[str], None]
@@ -42,7 +43,8 @@ class Listener:
 class Trained:
     """What a stepper steps on one rank: DDP chunks, their chained optimizer, its buckets, and names for messages.
 
-    With `slices` a bucket counts as final as soon as the part that this rank owns is, before it is gathered.
+    With `slices` a bucket counts as final as soon as the part that this rank owns is, before it is gathered. `biases`
+    of routers are no optimizer's and in no bucket.
     """
 
     chunks: Sequence[Any]
@@ -50,6 +52,16 @@ class Trained:
     buckets: Sequence[Bucket]
     name_of: Callable[[torch.nn.Parameter], str] = lambda param: f"a parameter of shape {tuple(param.shape)}"
     slices: bool = False
+    biases: RouterBiases | None = None
+
+    def counts(self, final: OnFinal) -> None:
+        """This step counts: what no optimizer steps is final, as `finalize_model_grads` has left it.
+
+        Every stepper calls it once it knows, for a step that is skipped never, and behind `opens`.
+        """
+        if self.biases is not None:
+            self.biases.take()
+            final(BUFFER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,7 @@ class WholeStepper:
         if not ok or not math.isfinite(norm):
             name_not_finite(self._trained.buckets, self._trained.name_of, "the step makes no version")
             return StepResult(False, math.nan if norm is None else float(norm))
+        self._trained.counts(self._listener.final)
         for bucket in self._trained.buckets:
             self._listener.final(bucket.name)
         return StepResult(True, float(norm))
@@ -110,6 +123,7 @@ class PipelinedStepper:
         if not math.isfinite(norm):
             name_not_finite(self._trained.buckets, self._trained.name_of, SKIPPED)
             return StepResult(False, float(norm))
+        self._trained.counts(self._listener.final)
         split = SplitStep(self._trained.optimizer)
         step_with_norm(self._trained.buckets, norm, split, self._listener.final, self._trained.slices)
         split.finish()

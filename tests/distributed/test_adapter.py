@@ -18,7 +18,18 @@ from megastream.trainer.adapter import MegatronAdapter, mesh_coords
 from megastream.trainer.config import TrainerConfig
 from megastream.trainer.stepper import Listener
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import BATCH, MICROBATCHES, SEQUENCE, batches, hf_config, hf_shapes, oracle_model, tiny_config
+from tests.helpers.tiny import (
+    BATCH,
+    MICROBATCHES,
+    SEQUENCE,
+    batches,
+    gathered,
+    hf_config,
+    hf_dtype,
+    hf_shapes,
+    tiny_config,
+    tiny_glm4,
+)
 
 
 def tagged(config: TrainerConfig) -> dict[str, torch.Tensor]:
@@ -37,7 +48,7 @@ def random(config: TrainerConfig) -> dict[str, torch.Tensor]:
     for name, shape in hf_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
         value = 1 + 0.2 * noise if "norm" in name else noise * shape[-1] ** -0.5
-        tensors[name] = value.to(getattr(torch, config.dtype))
+        tensors[name] = value.to(hf_dtype(config, name))
     return tensors
 
 
@@ -74,12 +85,22 @@ def _load_body(rank: int, world_size: int, init_method: str, config: TrainerConf
     ids=["pp2 ep2", "tp2 ep2 etp1", "tp2", "pp2 vpp2", "pp2 tied"],
 )
 def test_loaded_parameters_are_the_checkpoint(settings: dict[str, Any], world_size: int, tmp_path: Path) -> None:
-    config = tiny_config(dtype="float32", **settings)
+    check_loaded(tiny_config(dtype="float32", **settings), world_size, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("settings", "world_size"), [(dict(pp=2, ep=2), 4), (dict(tp=2, pp=2, vpp=2), 4)])
+def test_loaded_routers_biases_are_the_checkpoint(settings: dict[str, Any], world_size: int, tmp_path: Path) -> None:
+    check_loaded(tiny_glm4(dtype="float32", **settings), world_size, tmp_path)
+
+
+def check_loaded(config: TrainerConfig, world_size: int, tmp_path: Path) -> None:
+    """What every rank holds, by a slow gather, is the checkpoint that was loaded."""
     expected = tagged(config)
     save_file(expected, tmp_path / "model.safetensors")
     run_ranks(_load_body, world_size, config=config, folder=str(tmp_path))
     dumps = [oracle.read_dump(tmp_path / f"raw/rank{rank}.safetensors") for rank in range(world_size)]
-    found = oracle.to_hf(oracle.gather(dumps), oracle_model(config))
+    found = gathered(dumps, config)
     if config.tied:
         assert torch.equal(found.pop("lm_head.weight"), expected["model.embed_tokens.weight"])
     assert found.keys() == expected.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from megastream.trainer.config import TrainerConfig
 from megastream.trainer.finality import make_stepper
 from megastream.trainer.stepper import Listener, Trained
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import BATCH, SEQUENCE, batches, tiny_config
+from tests.helpers.tiny import BATCH, SEQUENCE, batches, tiny_config, tiny_glm4
+from tests.helpers.training import router_biases
 
 STEPS, SAVE_AT, REPLICAS = 6, 3, 4
 
@@ -46,6 +48,7 @@ def digest(chunks: Any, optimizer: Any) -> dict[str, str]:
     shards = list(compat_checkpoint.optimizer_shards(optimizer))
     held = {
         "params": [p for chunk in chunks for p in chunk.parameters()],
+        "biases": router_biases(chunks),
         **{name: [s.tensors[name] for s in shards] for name in ("param", "exp_avg", "exp_avg_sq")},
     }
     found = {"steps": str(compat_checkpoint.adam_steps(optimizer))}
@@ -91,6 +94,8 @@ def _resumed(
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(9.0)
+    for bias in router_biases(chunks):
+        bias.fill_(9.0)
     optimizer.reload_model_params()
     checkpoints = checkpointer(chunks, optimizer, config, folder)
     checkpoints.open()
@@ -107,11 +112,15 @@ def _resumed(
     return {"trace": trace, "digest": digest(chunks, optimizer), "same_layout": resumed.same_layout}
 
 
+def _config(tiny: Callable[..., TrainerConfig] = tiny_config, **settings: Any) -> TrainerConfig:
+    return tiny(**settings)
+
+
 def save_and_resume(
     folder: Path, one: dict[str, Any], other: dict[str, Any], ranks: tuple[int, int], again: Path | None = None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    whole = run_ranks(_whole, ranks[0], config=tiny_config(**one), folder=folder, timeout_s=100)
-    resumed = run_ranks(_resumed, ranks[1], config=tiny_config(**other), folder=folder, again=again, timeout_s=100)
+    whole = run_ranks(_whole, ranks[0], config=_config(**one), folder=folder, timeout_s=100)
+    resumed = run_ranks(_resumed, ranks[1], config=_config(**other), folder=folder, again=again, timeout_s=100)
     assert all(len(result["saved"]) == 1 for result in whole)
     return whole, resumed
 
@@ -147,6 +156,7 @@ SAME = [
     ("tp2 ep2 etp1", dict(tp=2, ep=2, etp=1, clip=0.3), 2),
     ("pp2 vpp2", dict(pp=2, vpp=2, dispatcher="alltoall", clip=0.3), 2),
     ("dp2, stock buckets overlapped", dict(overlap_grad_reduce=True, ddp_bucket_elements=20000), 2),
+    ("pp2 ep2, routers' biases", dict(tiny=tiny_glm4, pp=2, ep=2), 4),
 ]
 
 
@@ -170,6 +180,12 @@ OTHER = [
     ("tp2 ep2 etp1 to pp2 ep2", dict(tp=2, ep=2, etp=1), dict(pp=2, ep=2), (2, 4)),
     ("pp2 tied to dp2 tied", dict(pp=2, tied=True), dict(tied=True), (2, 2)),
     ("pp2 vpp2 to pp4", dict(pp=2, vpp=2), dict(pp=4), (2, 4)),
+    (
+        "routers' biases, pp2 ep2 to tp2 ep2",
+        dict(tiny=tiny_glm4, pp=2, ep=2),
+        dict(tiny=tiny_glm4, tp=2, ep=2, etp=1),
+        (4, 2),
+    ),
 ]
 
 

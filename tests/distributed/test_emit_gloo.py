@@ -37,10 +37,12 @@ from tests.helpers.tiny import (
     MICROBATCHES,
     SEQUENCE,
     batches,
+    gathered,
     hf_config,
+    hf_dtype,
     hf_shapes,
-    oracle_model,
     tiny_config,
+    tiny_glm4,
 )
 
 TARGETS, VERSIONS, DEADLINE_S = 2, (1, 2), 30.0
@@ -151,7 +153,9 @@ def _header(plan: Plan, piece: Piece, version: int, attempt: int, checksum: int)
 
 def _engine(config: TrainerConfig, folder: Path) -> None:
     plan = _plan(_await(folder / "layouts"), config)
-    live = {name: torch.full(shape, torch.nan, dtype=torch.bfloat16) for name, shape in hf_shapes(config).items()}
+    live = {
+        name: torch.full(shape, torch.nan, dtype=hf_dtype(config, name)) for name, shape in hf_shapes(config).items()
+    }
     receivers = [GlooReceiver("127.0.0.1") for _ in range(TARGETS)]
     pairs = sorted({(piece.target, piece.source) for piece in plan.pieces})
     addresses = {(t, s): receivers[t].address(s) for t, s in pairs}
@@ -187,7 +191,8 @@ def _receive(
             assert header is not None
             payload = torch.empty(header.num_bytes, dtype=torch.uint8)
             lane.receive_payload(header, payload, DEADLINE_S)
-            _scatter(pieces[header.seq], payload.view(torch.bfloat16), live)
+            piece = pieces[header.seq]
+            _scatter(piece, payload.view(getattr(torch, piece.dtype)), live)
             lane.acknowledge(header)
         together.wait(DEADLINE_S)
     lane.close()
@@ -230,19 +235,29 @@ def test_each_of_four_replicas_sends_its_new_slice(tmp_path: Path) -> None:
     assert all(report.elements > 0 for report in reports)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("ownership", ["replica", "slice"])
+@pytest.mark.parametrize("finality", ["whole", "pipelined", "speculative", "early"])
+def test_routers_biases_arrive_as_finalize_has_left_them(finality: str, ownership: str, tmp_path: Path) -> None:
+    """In fp32 among weights in bf16, and of a stage whose other replicas have the same."""
+    config = tiny_glm4(pp=2, ep=2, layers=2, clip=0.0, lr=0.05, router_bias_rate=0.3)
+    check_arrivals(config, 4, tmp_path, Way(finality, ownership))
+
+
 def check_arrivals(config: TrainerConfig, trainers: int, tmp_path: Path, way: Way = Way()) -> list[EmitReport]:
     """One process is both engine ranks; what it holds after each step must be what the trainer holds."""
     results = run_ranks(_body, trainers + 1, config=config, folder=str(tmp_path), way=way, timeout_s=90)
-    elements = sum(torch.Size(shape).numel() for shape in hf_shapes(config).values())
+    sizes = {name: torch.Size(shape).numel() for name, shape in hf_shapes(config).items()}
+    num_bytes = sum(size * hf_dtype(config, name).itemsize for name, size in sizes.items())
     for index, version in enumerate(VERSIONS):
         dumps = [oracle.read_dump(tmp_path / f"raw{version}/rank{rank}.safetensors") for rank in range(trainers)]
-        expected = oracle.to_hf(oracle.gather(dumps), oracle_model(config))
+        expected = gathered(dumps, config)
         live = load_file(tmp_path / f"live{version}.safetensors")
         assert live.keys() == expected.keys()
         assert [name for name in live if not torch.equal(live[name], expected[name])] == []
         reports = [result[index] for result in results[:trainers]]
-        assert sum(report.elements for report in reports) == elements
-        assert sum(report.payload_bytes for report in reports) == 2 * elements
+        assert sum(report.elements for report in reports) == sum(sizes.values())
+        assert sum(report.payload_bytes for report in reports) == num_bytes
         assert all(report.wire_bytes > report.payload_bytes > 0 for report in reports)
     first, last = (load_file(tmp_path / f"live{version}.safetensors") for version in VERSIONS)
     assert [name for name in first if torch.equal(first[name], last[name])] == []

@@ -139,6 +139,19 @@ def test_every_token_weighs_the_same_with_per_token_loss() -> None:
             assert not torch.allclose(found, (a + b) / 2, atol=1e-6, rtol=1e-4)
 
 
+def _without_row_body(rank: int, world_size: int, init_method: str, config: TrainerConfig) -> str:
+    model.start_process_group(config, rank=rank, world_size=world_size, init_method=init_method, deadline_s=60)
+    with pytest.raises(ValueError) as error:
+        _adapter(config, "qwen3_moe")
+    return str(error.value)
+
+
+def test_a_routers_bias_is_refused_where_the_family_has_no_row_for_it() -> None:
+    (message,) = run_ranks(_without_row_body, 1, config=tiny_config(layers=1, router_expert_bias=True))
+    name = "trainer parameter decoder.layers.0.mlp.router.expert_bias"
+    assert message == f"{name} has no rule in family qwen3_moe: add a row to its table"
+
+
 def _refusals_body(rank: int, world_size: int, init_method: str, config: TrainerConfig) -> list[str]:
     model.start_process_group(config, rank=rank, world_size=world_size, init_method=init_method, deadline_s=60)
     chunks, optimizer, adapter = _adapter(config, "qwen2_moe")
@@ -167,7 +180,6 @@ def _refusals_body(rank: int, world_size: int, init_method: str, config: Trainer
 
 REFUSED: tuple[tuple[str, Any], ...] = (
     ("mtp_num_layers", 1),
-    ("moe_router_enable_expert_bias", True),
     ("multi_latent_attention", True),
     ("add_bias_linear", True),
     ("moe_use_legacy_grouped_gemm", True),

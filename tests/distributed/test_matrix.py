@@ -24,12 +24,12 @@ from tests.helpers.against_stock import (
     write_checkpoint,
 )
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import oracle_model, tiny_config
+from tests.helpers.tiny import gathered, tiny_config
 
 pytestmark = pytest.mark.timeout(900)  # twelve ranks on two cores
 
 STEPS = 20
-COMPARED = ("trace", "params", "moments", "masters")
+COMPARED = ("trace", "params", "moments", "masters", "biases")
 
 CASES = [
     "qwen2 bf16 dp1 tp1 cp1 pp1 vpp1 ep1 etp1 even tied clipped full microbatch overlapped allgather",
@@ -88,11 +88,14 @@ def policies_of(case: matrix.Case) -> tuple[str, ...]:
 
 
 def compare(case: matrix.Case, folder: Path) -> None:
+    """A case's config and policies."""
+    compare_steps(matrix.config_of(case), matrix.ranks(case), policies_of(case), folder)
+
+
+def compare_steps(config: TrainerConfig, world_size: int, policies: tuple[str, ...], folder: Path) -> None:
     """Bits against stock on every rank; then what the ranks say they hold against two oracles that know no layout."""
-    policies = policies_of(case)
-    config = matrix.config_of(case)
     write_checkpoint(config, folder, random_checkpoint(config))
-    results = run_ranks(_body, matrix.ranks(case), config=config, folder=str(folder), policies=policies, timeout_s=840)
+    results = run_ranks(_body, world_size, config=config, folder=str(folder), policies=policies, timeout_s=840)
     for stock, *others in results:
         assert stock["unmoved"] == 0
         assert stock["clipped"] == (STEPS if config.clip else 0)
@@ -110,13 +113,13 @@ def _check_shards(config: TrainerConfig, folder: Path, policy: str, ranks: list[
     """The model that the shards of all ranks make is the one that a slow gather finds. The folder that holds it."""
     full = put_together(config, (facts["shards"] for facts in ranks))
     dumps = [oracle.read_dump(folder / policy / f"rank{rank}.safetensors") for rank in range(len(ranks))]
-    gathered = oracle.to_hf(oracle.gather(dumps), oracle_model(config))
+    found = gathered(dumps, config)
     if config.tied:
         assert torch.equal(
-            gathered.pop("lm_head.weight", gathered["model.embed_tokens.weight"]), full["model.embed_tokens.weight"]
+            found.pop("lm_head.weight", found["model.embed_tokens.weight"]), full["model.embed_tokens.weight"]
         )
-    assert gathered.keys() == full.keys()
-    assert [name for name in full if not torch.equal(full[name], gathered[name])] == []
+    assert found.keys() == full.keys()
+    assert [name for name in full if not torch.equal(full[name], found[name])] == []
     return write_checkpoint(config, folder / "exported", full)
 
 

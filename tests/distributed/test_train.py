@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megastream.trainer.checkpoint_folder import CheckpointFolder, Manifest
 from megastream.trainer.checkpoint_index import index_faults
+from tests.helpers.tiny import tiny_glm4
 from tests.helpers.train_job import STEPS, job, lines, run, trace, whole_checkpoints, write_files
 
 ONE = {"rendezvous__ranks_per_node": 1, "layout__pp": 1, "layout__ep": 1}
@@ -71,11 +73,35 @@ def test_a_policy_that_steps_early_saves_what_pipelined_saves(tmp_path: Path, fi
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("key", "value"), [("mtp_layers", 1), ("router_expert_bias", True)])
-def test_layout_features_that_are_not_there_are_refused(tmp_path: Path, key: str, value: Any) -> None:
+def test_routers_biases_are_trained_saved_and_resumed(tmp_path: Path) -> None:
+    """GLM-4.5: in two parts with every step undone once; a bias rate of zero leaves them as they were loaded."""
+    folders = whole, parts, still = tmp_path / "whole", tmp_path / "parts", tmp_path / "still"
+    for folder in folders:
+        write_files(folder, tiny_glm4)
+    assert run(job(whole)) == [""] * 4
+    changed = {"finality": "speculative", "max_abort_rate": 1.0}
+    assert run(job(parts, **changed, run__steps=4)) == [""] * 4
+    assert run(job(parts, **changed)) == [""] * 4
+    assert run(job(still, optimizer__router_bias_rate=0.0)) == [""] * 4
+    assert trace(parts) == trace(whole) and len(trace(whole)) == STEPS
+    expected, found, unmoved = (plain(folder / "run/checkpoints/step_00000008") for folder in folders)
+    assert expected.keys() == found.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+    biases = {name: tensor for name, tensor in expected.items() if name.endswith("router.expert_bias")}
+    loaded = load_file(whole / "weights/model.safetensors")
+    assert len(biases) == 3
+    for name, bias in biases.items():
+        start = loaded[f"model.layers.{name.split('.')[2]}.mlp.gate.e_score_correction_bias"]
+        assert torch.equal(unmoved[name], start)
+        moved = (bias - start).abs()
+        assert moved.any() and float(moved.max()) <= STEPS * 1.01e-3
+
+
+@pytest.mark.full
+def test_layout_features_that_are_not_there_are_refused(tmp_path: Path) -> None:
     write_files(tmp_path)
-    said = set(run(job(tmp_path, **ONE, **{f"layout__{key}": value}), 1))
-    assert len(said) == 1 and f"trainer setting {key}={value} is not supported: " in said.pop()
+    said = set(run(job(tmp_path, **ONE, layout__mtp_layers=1), 1))
+    assert len(said) == 1 and "trainer setting mtp_layers=1 is not supported: " in said.pop()
 
 
 def prepared(tmp_path: Path, **changes: Any) -> Path:

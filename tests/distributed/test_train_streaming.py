@@ -29,6 +29,7 @@ from megastream.protocol.records import Accepted, Attached, Committed, RankCommi
 from megastream.transport.gloo import GlooReceiver
 from tests.helpers.fake_engine import FakeCore, FakeLive
 from tests.helpers.synthetic import empty_buffers, region
+from tests.helpers.tiny import tiny_config, tiny_glm4
 from tests.helpers.train_job import begin, job, lines, run, write_files
 
 SETTINGS = EngineSettings(bind_s=40, transfer_s=20, liveness_s=40, commit_s=20, detach_s=20, poll_s=0.05)
@@ -109,9 +110,13 @@ def records(url: str) -> list[Record]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lost", [pytest.param(True, id="control plane lost too"), pytest.param(False, id="same")])
-def test_a_fresh_engine_has_the_resumed_weights_before_the_first_step(tmp_path: Path, lost: bool) -> None:
-    write_files(tmp_path)
+@pytest.mark.parametrize(
+    ("lost", "tiny"),
+    [(True, tiny_config), (False, tiny_config), (False, tiny_glm4)],
+    ids=["control plane lost too", "same", "same, routers' biases"],
+)
+def test_a_fresh_engine_has_the_resumed_weights_before_the_first_step(tmp_path: Path, lost: bool, tiny: Any) -> None:
+    write_files(tmp_path, tiny)
     weights = tmp_path / "weights"
     with ExitStack() as servers:
         first = servers.enter_context(EmbeddedServer(tmp_path / "s1"))
@@ -159,16 +164,20 @@ def test_an_engine_that_never_comes_ends_the_training_with_one_word(tmp_path: Pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("finality", ["pipelined", "speculative"])
+@pytest.mark.parametrize(
+    ("finality", "tiny"),
+    [("pipelined", tiny_config), ("speculative", tiny_config), ("speculative", tiny_glm4)],
+    ids=["pipelined", "speculative", "speculative, routers' biases"],
+)
 def test_an_engine_that_comes_in_the_middle_of_training_has_what_the_other_one_has(
-    tmp_path: Path, finality: str
+    tmp_path: Path, finality: str, tiny: Any
 ) -> None:
     """Real ranks: what the second engine is sent between two steps equals what left bucket by bucket in the step."""
 
     def steps() -> list[dict[str, Any]]:
         return [line for line in lines(tmp_path) if line["kind"] == "step"]
 
-    write_files(tmp_path)
+    write_files(tmp_path, tiny)
     weights = tmp_path / "weights"
     settings = dict(run__steps=5000, checkpoint__every_steps=5000, finality=finality, stream__slots_per_target=1)
     with EmbeddedServer(tmp_path / "s") as server, engine(server.url, "one", weights) as first:

@@ -15,8 +15,8 @@ from megastream.trainer.config import TrainerConfig
 from megastream.trainer.model import TokenBatch
 from megastream.trainer.policies import is_streamed
 from megastream.trainer.stepper import Listener
-from tests.helpers.tiny import BATCH, SEQUENCE, hf_config, hf_shapes
-from tests.helpers.training import adapter_of, outcome, parameters, set_rate, update
+from tests.helpers.tiny import BATCH, SEQUENCE, hf_config, hf_dtype, hf_shapes
+from tests.helpers.training import adapter_of, digest, outcome, parameters, router_biases, set_rate, update
 
 
 def num_microbatches(config: TrainerConfig) -> int:
@@ -39,7 +39,7 @@ def random_checkpoint(config: TrainerConfig, seed: int = 3) -> dict[str, torch.T
     for name, shape in hf_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
         value = 1 + 0.2 * noise if "norm" in name else noise * shape[-1] ** -0.5
-        tensors[name] = value.to(getattr(torch, config.dtype))
+        tensors[name] = value.to(hf_dtype(config, name))
     return tensors
 
 
@@ -81,6 +81,7 @@ def train(config: TrainerConfig, policy: Any, steps: int, folder: str, export: s
         stepper.close()
     facts = {
         **outcome(params, before, optimizer),
+        "biases": digest(router_biases(chunks)),
         "trace": trace,
         "clipped": sum(norm > config.clip > 0 for _, norm in trace),
         "complete": complete,
@@ -109,7 +110,7 @@ def cut_by_layout(layout: RankLayout, buffers: dict[str, torch.Tensor]) -> Boxes
 def put_together(config: TrainerConfig, ranks: Iterable[Boxes]) -> dict[str, torch.Tensor]:
     """Full tensors from the shards of all ranks: complete, and the same wherever two ranks hold an element."""
     shapes = hf_shapes(config)
-    full = {name: torch.full(shape, float("nan"), dtype=getattr(torch, config.dtype)) for name, shape in shapes.items()}
+    full = {name: torch.full(shape, float("nan"), dtype=hf_dtype(config, name)) for name, shape in shapes.items()}
     for boxes in ranks:
         for name, region, values in boxes:
             held = full[name][region]

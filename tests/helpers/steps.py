@@ -14,11 +14,12 @@ from megastream.trainer.adapter import MegatronAdapter, mesh_coords
 from megastream.trainer.buckets import Bucket
 from megastream.trainer.config import TrainerConfig
 from megastream.trainer.early import EarlyStepper
+from megastream.trainer.router_bias import BUFFER
 from megastream.trainer.stepper import Listener
 from megastream.trainer.undo import Undo
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import BATCH, MICROBATCHES, SEQUENCE, batches
-from tests.helpers.training import adapter_of, digest, outcome, parameters, set_rate, update
+from tests.helpers.training import adapter_of, digest, outcome, parameters, router_biases, set_rate, update
 
 STEPS = 20
 ALL = ("whole", "pipelined", "early", "speculative")
@@ -43,7 +44,7 @@ def compare(
         assert stock["unmoved"] == 0
         for other in others:
             assert other["in order"], other["finality"]
-            for key in ("trace", "params", "moments", "masters", "group steps"):
+            for key in ("trace", "params", "moments", "masters", "group steps", "biases", "sent biases"):
                 assert stock[key] == other[key], f"rank {rank}: {key} of {other['finality']}"
     return results
 
@@ -81,18 +82,25 @@ def _train(config: TrainerConfig, run: Run) -> dict[str, Any]:
         stepper = None
         if run.finality != "stock":
             stepper = adapter.stepper(run.finality, told.listener, max_abort_rate=1.0)  # type: ignore[arg-type]
-        trace = [_step(config, chunks, optimizer, stepper, told, step) for step in range(STEPS)]
+        if run.broken == "bias before finalize":
+            _take_before_finalize(chunks[0].config, adapter)
+        trace, sent = [], []
+        for step in range(STEPS):
+            trace.append(_step(config, chunks, optimizer, stepper, told, step))
+            sent.append(digest(data for name, data in adapter.buffers.items() if name == BUFFER))
         if stepper is not None:
             stepper.close()
     return {
         **outcome(params, before, optimizer),
         "finality": run.finality,
         "trace": trace,
+        "biases": digest(router_biases(chunks)),
+        "sent biases": sent,
         "buckets": len(adapter._buckets),
         "late": sum(bucket.late for bucket in adapter._buckets),
         "early": told.early,
         "withdrawn": told.withdrawn,
-        "in order": told.steps == [sorted(bucket.name for bucket in adapter._buckets)] * STEPS,
+        "in order": told.steps == [sorted(adapter.buffers)] * STEPS,
         "clipped": sum(norm > config.clip > 0 for _, norm in trace),
         "aborts": stepper.aborts if isinstance(stepper, EarlyStepper) else 0,
     }
@@ -139,6 +147,21 @@ def forward_backward(config: TrainerConfig, chunks: list[Any], step: int) -> flo
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,
     )
+
+
+def _take_before_finalize(transformer: Any, adapter: MegatronAdapter) -> None:
+    """What leaves of the routers' biases is what they were before megatron changed them in this step."""
+    finalize, biases = transformer.finalize_model_grads_func, adapter._biases
+    if biases is None:
+        return
+    take = biases.take
+
+    def too_early(*args: Any, **named: Any) -> None:
+        take()
+        finalize(*args, **named)
+
+    transformer.finalize_model_grads_func = too_early
+    biases.take = lambda: None  # type: ignore[method-assign]
 
 
 def _on_a_grid(grad: torch.Tensor) -> torch.Tensor:

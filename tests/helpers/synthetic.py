@@ -72,7 +72,7 @@ def differing(layout: RankLayout, buffers: dict[str, torch.Tensor], version: int
 
 
 def empty_buffers(layout: RankLayout) -> dict[str, torch.Tensor]:
-    return {spec.name: torch.zeros(spec.num_elements, dtype=torch.bfloat16) for spec in layout.buffers}
+    return {spec.name: torch.zeros(spec.num_elements, dtype=getattr(torch, spec.dtype)) for spec in layout.buffers}
 
 
 def region(flat: torch.Tensor, shard: Shard) -> torch.Tensor:

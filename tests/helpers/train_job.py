@@ -21,16 +21,17 @@ from megastream.rl.train_config import parse_train_config
 from megastream.rl.train_run import LOG_FILE, Place, train
 from megastream.trainer.agreement import AgreedError
 from megastream.trainer.checkpoint_folder import Manifest, faults
+from megastream.trainer.config import TrainerConfig
 from tests.helpers import ranks
 from tests.helpers.forked import forked
-from tests.helpers.tiny import SEQUENCE, hf_config, hf_shapes, tiny_config
+from tests.helpers.tiny import SEQUENCE, hf_config, hf_dtype, hf_shapes, tiny_config
 
 STEPS = 8
 
 
-def write_files(folder: Path, **model: Any) -> None:
+def write_files(folder: Path, tiny: Callable[..., TrainerConfig] = tiny_config, **model: Any) -> None:
     """`weights/`, a Hugging Face checkpoint of the tiny model, and `tokens.npy`."""
-    config = tiny_config(**model)
+    config = tiny(**model)
     weights = folder / "weights"
     weights.mkdir(parents=True)
     generator = torch.Generator().manual_seed(5)
@@ -38,7 +39,7 @@ def write_files(folder: Path, **model: Any) -> None:
     for name, shape in hf_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
         value = 1 + 0.1 * noise if "norm" in name else noise * 0.1
-        tensors[name] = value.to(torch.bfloat16)
+        tensors[name] = value.to(hf_dtype(config, name))
     save_file(tensors, weights / "model.safetensors")
     (weights / "config.json").write_text(json.dumps({**hf_config(config), "torch_dtype": "bfloat16"}))
     np.save(folder / "tokens.npy", np.random.default_rng(3).integers(0, config.vocab, 4000, dtype=np.int32))

@@ -48,6 +48,11 @@ def parameters(chunks: list[Any]) -> list[torch.nn.Parameter]:
     return [parameter for chunk in chunks for parameter in chunk.parameters()]
 
 
+def router_biases(chunks: list[Any]) -> list[torch.Tensor]:
+    """What routers add to scores for the choice of experts; megatron's buffers, none in most models."""
+    return [t for chunk in chunks for name, t in chunk.named_buffers() if name.endswith("router.expert_bias")]
+
+
 def set_rate(config: TrainerConfig, optimizer: Any, step: int) -> None:
     """Another learning rate in every step."""
     for group in optimizer.param_groups:

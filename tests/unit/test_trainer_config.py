@@ -10,7 +10,7 @@ import pytest
 from megastream.families import load_shape
 from megastream.trainer import compat
 from megastream.trainer.config import TrainerConfig, check_layout
-from tests.helpers.tiny import hf_config, tiny_config, tiny_qwen2
+from tests.helpers.tiny import hf_config, tiny_config, tiny_glm4, tiny_qwen2
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
         (dict(cp=2, pp=2), 6, "ranks=6 by tp*cp*pp=4"),
         (dict(tp=2, cp=3), 6, "max_sequence=16 by tp*2*cp=12"),
         (dict(tp=2, shared_ffn=27), 2, "shared_ffn=27 by tp=2"),
+        (dict(tp=2, dense_layers=1, dense_ffn=27), 2, "dense_ffn=27 by tp=2"),
     ],
 )
 def test_what_does_not_divide_is_named(settings: dict[str, Any], world_size: int, message: str) -> None:
@@ -49,7 +50,6 @@ def test_virtual_stages_need_stages() -> None:
     ("settings", "message"),
     [
         (dict(mtp_layers=1), "trainer setting mtp_layers=1 is not supported: .*; set mtp_layers to 0"),
-        (dict(router_expert_bias=True), "trainer setting router_expert_bias=True is not supported: .*; switch it off"),
         (dict(pp=2, stage_layers=(1, 2, 1)), r"stage_layers=\[1, 2, 1\] does not fit pp=2, vpp=1; give 2 numbers"),
         (dict(pp=2, vpp=2, stage_layers=(2, 0, 1, 1)), r"\[2, 0, 1, 1\] has a stage with nothing on it"),
         (dict(pp=2, stage_layers=(2, 3)), r"\[2, 3\] has 5 layers, the model 4; change one"),
@@ -61,7 +61,15 @@ def test_features_that_are_not_supported_are_named_with_the_remedy(settings: dic
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("config", [tiny_config(rope_theta=5e5, norm_eps=1e-5), tiny_qwen2(tied=True)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny_config(rope_theta=5e5, norm_eps=1e-5),
+        tiny_qwen2(tied=True),
+        tiny_glm4(router_bias_rate=1e-3),
+        tiny_glm4(router_bias_rate=1e-3, qkv_bias=False, qk_norm=False, dense_layers=0, shared_ffn=0, rope_part=1.0),
+    ],
+)
 def test_a_hugging_face_config_makes_the_trainer_s(config: TrainerConfig) -> None:
     shape = load_shape(hf_config(config))
     assert TrainerConfig.of(shape, max_sequence=config.max_sequence, seed=config.seed) == config
@@ -85,9 +93,27 @@ def test_fields_that_the_model_does_not_have_are_refused(field: str, value: Any)
         TrainerConfig.of(shape, max_sequence=16)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("n_group", 2), ("topk_group", 2), ("moe_layer_freq", 2), ("norm_topk_prob", False)]
+)
+def test_routers_that_megatron_does_not_have_are_refused(field: str, value: Any) -> None:
+    shape = load_shape({**hf_config(tiny_glm4()), field: value})
+    with pytest.raises(ValueError, match=f"config.json field {field}=.* is not supported by the trainer's own model"):
+        TrainerConfig.of(shape, max_sequence=16)
+
+
+def test_a_rotated_part_is_read_where_transformers_5_writes_it() -> None:
+    raw = hf_config(tiny_glm4())
+    del raw["rope_theta"], raw["partial_rotary_factor"]
+    rope = {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.25}
+    found = TrainerConfig.of(load_shape({**raw, "rope_parameters": rope}), max_sequence=16)
+    assert (found.rope_theta, found.rope_part) == (2e4, 0.25)
+    assert TrainerConfig.of(load_shape(raw), max_sequence=16).rope_part == 0.5
+
+
 def test_a_family_that_is_not_built_is_refused_by_name() -> None:
     shape = load_shape({**hf_config(tiny_config()), "model_type": "llama"})
-    with pytest.raises(ValueError, match="llama is not built by the trainer's own model, only qwen2_moe and qwen3_moe"):
+    with pytest.raises(ValueError, match="llama is not built by .* model, only glm4_moe, qwen2_moe and qwen3_moe"):
         TrainerConfig.of(shape, max_sequence=16)
 
 
