@@ -151,7 +151,7 @@ def _once(layouts: Sequence[RankLayout]) -> list[RankLayout]:
     seen: set[tuple[str, Box]] = set()
     kept = []
     for layout in layouts:
-        shards = {(shard.tensor, shard.box): shard for shard in reversed(layout.shards)}
+        shards = {(shard.tensor, shard.box): shard for shard in reversed(tuple(layout.shards))}
         new = tuple(shard for place, shard in shards.items() if place not in seen)
         seen |= shards.keys()
         kept.append(replace(layout, side="trainer", shards=new))

@@ -254,7 +254,7 @@ class RankAgent:
             check_terms(record)
             if record.kind in self._refusals:
                 raise ProtocolError(self._refusals[record.kind])
-            plan = plan_of(self._log, record, self.world_size)
+            plan = plan_of(self._log, record, self.world_size, ("engine", self.rank))
             self._current = make_attachment(
                 record,
                 plan,

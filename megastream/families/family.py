@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Literal
 
-from megastream.families.types import ModelShape, Place, Row, Source
+import msgspec
+
+from megastream.families.types import ModelShape, Place, Row
 from megastream.layout.naming import Entry, Kind
 from megastream.layout.shard import TensorSpec
 
-_NUMBER = re.compile(r"\.(\d+)(?=\.)")
+_NUMBER = re.compile(r"\.\d+(?=\.)")
 _LAST_NUMBER = re.compile(r"(?:(?<=\.weight)|(?<=\.bias))\d+$")
+_LAYERS = "model.layers."
 _FIELD = re.compile(r"\{(layer|expert)\}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
+class _Match(msgspec.Struct, frozen=True, gc=False):
     row: Row
-    layer: int | None
-    expert: int | None
+    layer: int | None = None
+    expert: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Template:
+class _Sized:
+    """A row in a model of one shape: name and shape of each of its tensors; `exists`: the model has it."""
+
     row: Row
-    fields: tuple[str, ...]
+    exists: bool
+    sources: tuple[tuple[str, tuple[int, ...]], ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,9 @@ class Family:
         Where one dim of the file holds two things in turns (`Source.joined`), the shape here has a dim for each: the
         same elements in the same order; see `file_shape`.
         """
-        sizes = self.sizes(shape)
         specs: dict[str, TensorSpec] = {}
         for row, layer, expert in self._walk(shape, range(shape.num_layers), range(shape.num_experts)):
-            for spec in _specs(row, shape, sizes, layer, expert):
+            for spec in _specs(self._sized(row, shape), layer, expert):
                 specs.setdefault(spec.name, spec)
         return tuple(specs.values())
 
@@ -72,6 +77,20 @@ class Family:
         """Where a Hugging Face tensor belongs. ValueError names a tensor without a rule."""
         match = self._match(self._hf_index, name, "Hugging Face tensor")
         return Place(match.row.kind, match.layer, match.expert)
+
+    def places(self, names: Iterable[str]) -> list[Place]:
+        """`place` of each name. Layers repeat their names: what stands behind a layer's number is looked up once."""
+        known: dict[str, Place] = {}
+        found = []
+        for name in names:
+            layer, _, inside = name.removeprefix(_LAYERS).partition(".")
+            place = known.get(inside)
+            if place is None or not (layer.isdecimal() and name.startswith(_LAYERS)):
+                place = self.place(name)
+                if place.layer is not None:
+                    known[inside] = place
+            found.append(Place(place.kind, None if place.layer is None else int(layer), place.expert))
+        return found
 
     def trainer_entry(self, name: str, shape: ModelShape) -> Entry:
         """Meaning of a canonical Megatron name. ValueError names a parameter without a rule."""
@@ -111,8 +130,7 @@ class Family:
     def _walk(
         self, shape: ModelShape, layers: Sequence[int], experts: Sequence[int]
     ) -> Iterator[tuple[Row, int | None, int | None]]:
-        sizes = self.sizes(shape)
-        rows = [row for row in self.rows if _exists(row, sizes)]
+        rows = [row for row in self.rows if self._sized(row, shape).exists]
         for row in rows:
             if row.layers == "none":
                 yield row, None, None
@@ -130,53 +148,59 @@ class Family:
             raise ValueError(f"{name}: layer {match.layer} of a model with {shape.num_layers} layers")
         if match.row.kind == "expert" and not 0 <= (-1 if expert is None else expert) < shape.num_experts:
             raise ValueError(f"{name}: expert {expert} of a model with {shape.num_experts} experts")
-        sizes = self.sizes(shape)
-        if not _exists(match.row, sizes):
+        sized = self._sized(match.row, shape)
+        if not sized.exists:
             raise ValueError(f"{name}: a {self.name} with this config.json does not have it")
-        specs = _specs(match.row, shape, sizes, match.layer, expert)
+        specs = _specs(sized, match.layer, expert)
         rule = match.row.trainer_rule if side == "trainer" else match.row.engine_rule
         dtype = "float32" if side in match.row.fp32 else shape.dtype
         return Entry(match.row.kind, rule, specs, shape.head_dim, dtype, expert or 0)
 
-    def _match(self, index: dict[str, _Template], name: str, what: str) -> _Match:
-        parts = _NUMBER.split(name)  # text, number, text, ...
-        key = ".#".join(parts[::2])
-        if name[-1:].isdigit() and (last := _LAST_NUMBER.search(name)):
-            key = _LAST_NUMBER.sub("#", key)
-            parts += [last[0]]
-        template = index.get(key)
-        if template is None:
+    def _match(self, index: dict[str, Row], name: str, what: str) -> _Match:
+        parts = name.split(".")
+        row = index.get(".".join(["#" if part.isdecimal() else part for part in parts]))
+        numbers = [int(part) for part in parts if part.isdecimal()]
+        if row is None and (last := _LAST_NUMBER.search(name)):
+            row = index.get(".".join(["#" if part.isdecimal() else part for part in parts])[: -len(last[0])] + "#")
+            numbers.append(int(last[0]))
+        if row is None:
             raise ValueError(f"{what} {name} has no rule in family {self.name}: add a row to its table")
-        numbers = dict(zip(template.fields, map(int, parts[1::2]), strict=True))
-        return _Match(template.row, numbers.get("layer"), numbers.get("expert"))
+        return _Match(row, *numbers)
+
+    def _sized(self, row: Row, shape: ModelShape) -> _Sized:
+        """Asked once for each parameter of a large model, so it is worked out once for each row."""
+        known: dict[int, _Sized] = shape.known.setdefault(self.name, {})
+        found = known.get(id(row))
+        if found is None or found.row is not row:
+            sizes = self.sizes(shape)
+            tied = (row.tied_to,) if shape.tied and row.tied_to is not None else row.sources
+            sources = tuple((source.name, tuple(sizes[dim] for dim in source.dims)) for source in tied)
+            dtype = "float32" if "file" in row.fp32 else shape.dtype
+            found = known[id(row)] = _Sized(row, _exists(row, sizes), sources, dtype)
+        return found
 
     @cached_property
-    def _hf_index(self) -> dict[str, _Template]:
+    def _hf_index(self) -> dict[str, Row]:
         return _index((row, source.name) for row in self.rows for source in row.sources)
 
     @cached_property
-    def _trainer_index(self) -> dict[str, _Template]:
+    def _trainer_index(self) -> dict[str, Row]:
         return _index((row, name) for row in self.rows for name in row.trainer)
 
     @cached_property
-    def _engine_index(self) -> dict[str, _Template]:
+    def _engine_index(self) -> dict[str, Row]:
         return _index((row, row.engine) for row in self.rows if row.engine)
 
 
-def _index(names: Iterator[tuple[Row, str]]) -> dict[str, _Template]:
-    return {_FIELD.sub("#", name): _Template(row, tuple(_FIELD.findall(name))) for row, name in names}
+def _index(names: Iterator[tuple[Row, str]]) -> dict[str, Row]:
+    """Rows by name, with # for numbers; the layer's stands before the expert's in all of them."""
+    return {_FIELD.sub("#", name): row for row, name in names}
 
 
 def _exists(row: Row, sizes: dict[str, int]) -> bool:
     return all(sizes[dim] for source in row.sources for dim in source.dims)
 
 
-def _specs(
-    row: Row, shape: ModelShape, sizes: dict[str, int], layer: int | None, expert: int | None
-) -> tuple[TensorSpec, ...]:
-    sources: tuple[Source, ...] = (row.tied_to,) if shape.tied and row.tied_to is not None else row.sources
-    dtype = "float32" if "file" in row.fp32 else shape.dtype
-    return tuple(
-        TensorSpec(source.name.format(layer=layer, expert=expert), tuple(sizes[dim] for dim in source.dims), dtype)
-        for source in sources
-    )
+def _specs(sized: _Sized, layer: int | None, expert: int | None) -> tuple[TensorSpec, ...]:
+    names = [(name.format(layer=layer, expert=expert), shape) for name, shape in sized.sources]
+    return tuple([TensorSpec(name, shape, sized.dtype) for name, shape in names])

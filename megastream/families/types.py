@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -27,7 +27,8 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The numbers of a HF config.json that layouts need. `raw` keeps the file as it was read."""
+    """The numbers of a HF config.json that layouts need. `raw` keeps the file as it was read, `known` what its family
+    worked out of these numbers."""
 
     family: str
     num_layers: int
@@ -42,6 +43,7 @@ class ModelShape:
     tied: bool
     dtype: str
     raw: dict[str, Any]
+    known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

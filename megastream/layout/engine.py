@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from megastream.layout.box import Box
+from megastream.layout.columns import Parameters
 from megastream.layout.mesh import coords_cut
 from megastream.layout.naming import Names
 from megastream.layout.pack import row_major_strides
-from megastream.layout.pattern import Pattern, Patterns
+from megastream.layout.pattern import Pattern, Patterns, no_slots
 from megastream.layout.rules import Cut
 from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
 
@@ -50,30 +51,59 @@ def engine_rank_layout(
     ValueError names a parameter without a rule, of the wrong shape, or given twice. `patterns`: whoever describes
     several ranks of this model shares them.
     """
-    patterns = patterns or Patterns(family, shape)
-    tensors: dict[str, TensorSpec] = {}
-    buffers: dict[str, BufferSpec] = {}
-    shards: list[Shard] = []
-    for param in params:
-        if param.name in buffers:
-            raise ValueError(f"engine rank {rank}: parameter {param.name} is given twice")
-        if param.name in unused:
-            continue
-        pattern, specs = _place(patterns, param, coords, rank)
-        buffers[param.name] = BufferSpec(param.name, prod(param.shape), param.dtype)
-        for part in pattern.parts:
-            tensors[specs[part.index].name] = specs[part.index]
-        shards += pattern.shards(specs, rank=rank, buffer=param.name, base=0)
-    return RankLayout(
-        side="engine",
-        rank=rank,
-        world_size=world_size,
-        coords=dict(coords),
-        tensors=tuple(tensors.values()),
-        buffers=tuple(buffers.values()),
-        shards=tuple(shards),
-        unused=tuple(sorted(unused)),
-    )
+    held = EngineParams(patterns or Patterns(family, shape), params, unused, f"engine rank {rank}")
+    return held.layout(rank=rank, world_size=world_size, coords=coords)
+
+
+class EngineParams(Generic[ShapeT]):
+    """The parameters of `engine_rank_layout`. Ranks share it that hold the same ones, each its cut or its experts.
+
+    ValueError names `where`, and whatever is wrong with the parameters alone.
+    """
+
+    def __init__(
+        self, patterns: Patterns[ShapeT], params: Sequence[EngineParam], unused: Collection[str], where: str
+    ) -> None:
+        self._patterns, self._held = patterns, Parameters()
+        self._unused = tuple(sorted(unused))
+        self._params = [param for param in params if param.name not in unused]
+        buffers: dict[str, BufferSpec] = {}
+        for param in self._params:
+            if param.name in buffers:
+                raise ValueError(f"{where}: parameter {param.name} is given twice")
+            kind, tensors = patterns.of_engine(param.name, param.experts)
+            self._held.add((kind, param.shape), tensors, len(buffers), 0)
+            buffers[param.name] = BufferSpec(param.name, prod(param.shape), param.dtype)
+        self._buffers = tuple(buffers.values())
+
+    def layout(
+        self, *, rank: int, world_size: int, coords: Mapping[str, int], experts: tuple[int, ...] | None = None
+    ) -> RankLayout:
+        """Of the rank at `coords`; errors as of `engine_rank_layout`. `experts`: its own, as many as were given."""
+        cuts, specs = engine_cuts(coords), None
+        examples = [self._params[number] for number in self._held.examples]
+        if experts is not None:
+            examples = [_with(param, experts) for param in examples]
+            specs = self._held.renamed(self._tensors(param, experts) for param in self._params)
+        ways = [_place(self._patterns, param, cuts, rank) for param in examples]
+        shards = self._held.shards(rank, self._buffers, ways, specs=specs)
+        return RankLayout(
+            side="engine",
+            rank=rank,
+            world_size=world_size,
+            coords=dict(coords),
+            tensors=shards.tensors,
+            buffers=self._buffers,
+            shards=shards,
+            unused=self._unused,
+        )
+
+    def _tensors(self, param: EngineParam, experts: tuple[int, ...]) -> Sequence[TensorSpec]:
+        return self._patterns.of_engine(param.name, experts if param.experts is not None else None)[1]
+
+
+def _with(param: EngineParam, experts: tuple[int, ...]) -> EngineParam:
+    return param if param.experts is None else replace(param, experts=experts)
 
 
 def whole_rank_layout(
@@ -107,36 +137,36 @@ def whole_rank_layout(
     )
 
 
+def engine_cuts(coords: Mapping[str, int]) -> tuple[Cut, Cut | None]:
+    """How the rank at `coords` cuts what is not of an expert, and experts (None: it depends on how many it has)."""
+    return coords_cut(coords, "tp"), coords_cut(coords, "etp") if "etp" in coords else None
+
+
 def place_engine_param(
     patterns: Patterns[ShapeT],
     name: str,
-    coords: Mapping[str, int],
+    cuts: tuple[Cut, Cut | None],
     experts: tuple[int, ...] | None = None,
     padded_rows: int = 0,
 ) -> tuple[Pattern, Sequence[TensorSpec]]:
-    """How a live parameter lies on the rank at `coords`, and its tensors; `padded_rows` as in `Fused`."""
+    """How a live parameter lies on a rank with these `engine_cuts`, and its tensors; `padded_rows` as in `Fused`."""
     if not patterns.stacks_experts(name):
-        return patterns.engine(name, coords_cut(coords, "tp"), padded_rows)
+        return patterns.engine(name, cuts[0], padded_rows)
     if experts is None:
-        raise ValueError(f"{name} stacks experts: the global expert of every slot is needed")
-    if "etp" in coords:
-        cut = coords_cut(coords, "etp")
-    else:
+        raise ValueError(no_slots(name))
+    cut = cuts[1]
+    if cut is None:
         whole = len(set(experts)) == patterns.family.num_experts(patterns.shape)
-        cut = coords_cut(coords, "tp") if whole else Cut("etp", 0, 1)
+        cut = cuts[0] if whole else Cut("etp", 0, 1)
     return patterns.engine_stack(name, cut, experts)
 
 
-def _place(
-    patterns: Patterns[ShapeT], param: EngineParam, coords: Mapping[str, int], rank: int
-) -> tuple[Pattern, Sequence[TensorSpec]]:
-    padded = 0
-    if not patterns.stacks_experts(param.name) and patterns.engine_entry(param.name).rule == "vocab":
-        padded = param.shape[0] * coords_cut(coords, "tp").size
-    pattern, tensors = place_engine_param(patterns, param.name, coords, param.experts, padded)
+def _place(patterns: Patterns[ShapeT], param: EngineParam, cuts: tuple[Cut, Cut | None], rank: int) -> Pattern:
+    padded = param.shape[0] * cuts[0].size if param.shape else 0
+    pattern, _ = place_engine_param(patterns, param.name, cuts, param.experts, padded)
     if pattern.shape != param.shape:
         raise ValueError(
             f"engine rank {rank}: {param.name} has shape {param.shape}, the table gives {pattern.shape}; "
             "a padded or packed parameter cannot be written in place"
         )
-    return pattern, tensors
+    return pattern

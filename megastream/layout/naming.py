@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
+
+import msgspec
 
 from megastream.layout.shard import TensorSpec
 
@@ -12,8 +13,7 @@ Kind = Literal["dense", "expert", "late", "embed", "norm", "head"]
 Shape_contra = TypeVar("Shape_contra", contravariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """What a parameter name stands for. `rule` is a key of RULES; expert entries are cut by the expert axis.
 
     `expert` is its global expert where the tensors hold all of them. `dtype` is the parameter's on that side, as far as

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Protocol, TypeVar
 
-from megastream.layout.engine import EngineParam, engine_rank_layout, place_engine_param
+from megastream.layout.engine import EngineParam, EngineParams, engine_cuts, place_engine_param
 from megastream.layout.mesh import (
     Mesh,
     coords_cut,
@@ -21,7 +21,7 @@ from megastream.layout.mesh import (
 from megastream.layout.naming import Names
 from megastream.layout.pattern import Patterns
 from megastream.layout.shard import BufferSpec, RankLayout
-from megastream.layout.trainer import Ownership, TrainerParam, trainer_rank_layout
+from megastream.layout.trainer import Ownership, TrainerParam, TrainerParams
 
 VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this (and of tp)."""
@@ -72,26 +72,18 @@ def trainer_layouts(
         raise ValueError(f"trainer layout {mesh}: {shape.num_experts} experts do not divide by ep={mesh.ep}")
     layouts = []
     patterns = Patterns(family, shape)
-    alike: dict[tuple[int, int], tuple[list[TrainerParam], list[BufferSpec]]] = {}  # cuts of one parameter are equal
+    # All cuts of a parameter are equal.
+    alike: dict[tuple[int, int], tuple[TrainerParams[ShapeT], list[BufferSpec]]] = {}
     for rank in range(mesh.world_size):
         coords = trainer_coords(mesh, rank)
-        if (held := (coords["pp"], coords["ep"])) not in alike:
+        if (at := (coords["pp"], coords["ep"])) not in alike:
             names = trainer_names(family, shape, mesh, coords)
-            alike[held] = _buckets(patterns, names, coords, bucket_elements, shape.vocab, vocab_multiple)
-        params, buffers = alike[held]
+            params, buffers = _buckets(patterns, names, coords, bucket_elements, shape.vocab, vocab_multiple)
+            alike[at] = TrainerParams(patterns, params, buffers, f"trainer rank {rank}"), buffers
+        held, buffers = alike[at]
+        owned = _owned(buffers, coords) if ownership == "slice" else None
         layouts.append(
-            trainer_rank_layout(
-                family,
-                shape,
-                rank=rank,
-                world_size=mesh.world_size,
-                coords=coords,
-                params=params,
-                buffers=buffers,
-                ownership=ownership,
-                owned=_owned(buffers, coords) if ownership == "slice" else None,
-                patterns=patterns,
-            )
+            held.layout(rank=rank, world_size=mesh.world_size, coords=coords, ownership=ownership, owned=owned)
         )
     return tuple(layouts)
 
@@ -101,22 +93,15 @@ def engine_layouts(family: Names[ShapeT], shape: ShapeT, mesh: Mesh) -> tuple[Ra
     patterns = Patterns(family, shape)
     stages = [tuple(family.engine_names(shape, engine_stage_layers(mesh, shape.num_layers, s))) for s in range(mesh.pp)]
     layouts = []
+    alike: dict[tuple[int, int], EngineParams[ShapeT]] = {}  # as many experts: equal shapes
     for rank in range(mesh.world_size):
         coords = engine_coords(mesh, rank)
-        names = stages[coords["pp"]]
-        params, unused = engine_params(family, shape, mesh, coords, names=names, patterns=patterns)
-        layouts.append(
-            engine_rank_layout(
-                family,
-                shape,
-                rank=rank,
-                world_size=mesh.world_size,
-                coords=coords,
-                params=params,
-                unused=unused,
-                patterns=patterns,
-            )
-        )
+        slots = local_experts(shape.num_experts, mesh.ep, coords["ep"])
+        if (at := (coords["pp"], len(slots))) not in alike:
+            names = stages[coords["pp"]]
+            params, unused = engine_params(family, shape, mesh, coords, names=names, patterns=patterns)
+            alike[at] = EngineParams(patterns, params, unused, f"engine rank {rank}")
+        layouts.append(alike[at].layout(rank=rank, world_size=mesh.world_size, coords=coords, experts=slots))
     return tuple(layouts)
 
 
@@ -152,9 +137,10 @@ def _buckets(
     dtypes: dict[str, str] = {}
     counts = {"dense": 0, "expert": 0, "late": 0}
     cuts = coords_cut(coords, "tp"), coords_cut(coords, "etp")
+    padded_vocab = _round_up(vocab, vocab_multiple * coords["tp_size"])
     for name in reversed(list(names)):
         entry = patterns.trainer_entry(name)
-        padded = _round_up(vocab, vocab_multiple * coords["tp_size"]) if entry.rule == "vocab" else 0
+        padded = padded_vocab if entry.rule == "vocab" else 0
         local = patterns.trainer(name, *cuts, padded)[0].shape
         group = "expert" if entry.kind == "expert" and coords["ep_size"] > 1 else "dense"
         group = "late" if entry.kind == "late" else group
@@ -217,10 +203,10 @@ def engine_params(
     outer = {kind: name for kind, name in outer.items() if kind not in idle or kind in spares}
     experts = local_experts(shape.num_experts, mesh.ep, coords["ep"])
     padded = _round_up(_round_up(shape.vocab, VLLM_VOCAB_MULTIPLE), mesh.tp)
-    params = []
+    cuts, params = engine_cuts(coords), []
     for name in (*outer.values(), *names):
         slots = experts if patterns.stacks_experts(name) else None
-        pattern, _ = place_engine_param(patterns, name, coords, slots, padded)
+        pattern, _ = place_engine_param(patterns, name, cuts, slots, padded)
         dtype = patterns.engine_entry(name, None if slots is None else slots[0]).dtype
         params.append(EngineParam(name, pattern.shape, dtype, slots))
     return params, [name for kind, name in outer.items() if kind in idle]

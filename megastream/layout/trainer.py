@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from megastream.layout.box import Box
+from megastream.layout.columns import Parameters
 from megastream.layout.mesh import coords_cut
 from megastream.layout.naming import Entry, Names
 from megastream.layout.pack import flat_boxes
 from megastream.layout.pattern import Pattern, Patterns
 from megastream.layout.rules import RULES, Cut, Fused, Placed
-from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
+from megastream.layout.shard import BufferSpec, RankLayout
 
 Ownership = Literal["replica", "slice"]
 """`replica`: every data-parallel rank holds final bytes (after the parameter all-gather). `slice`: only the part of a
@@ -56,36 +57,70 @@ def trainer_rank_layout(
     ValueError names a parameter without a rule, of the wrong shape, outside its buffer, or given twice. `patterns`:
     whoever describes several ranks of this model shares them.
     """
-    if ownership == "slice" and owned is None:
-        raise ValueError(f"trainer rank {rank}: ownership slice needs the owned range of every buffer")
-    windows = owned if ownership == "slice" else None
-    specs = {buffer.name: buffer for buffer in buffers}
-    tensors: dict[str, TensorSpec] = {}
-    shards: list[Shard] = []
-    seen: set[str] = set()
     patterns = patterns or Patterns(family, shape)
-    cuts = coords_cut(coords, "tp"), coords_cut(coords, "etp")
-    for param in params:
-        if param.name in seen:
-            raise ValueError(f"trainer rank {rank}: parameter {param.name} is given twice")
-        seen.add(param.name)
-        pattern, specs_of = _place(patterns, param, cuts, rank)
-        _check_inside(param, specs, rank)
-        for part in pattern.parts:
-            tensors[specs_of[part.index].name] = specs_of[part.index]
-        window = _window(param, pattern.grid, windows)
-        kept = pattern if window is None else pattern.inside(window)
-        shards += kept.shards(specs_of, rank=rank, buffer=param.buffer, base=param.offset)
-    return RankLayout(
-        side="trainer",
-        rank=rank,
-        world_size=world_size,
-        coords=dict(coords),
-        tensors=tuple(tensors.values()),
-        buffers=tuple(buffers),
-        shards=tuple(shards),
-        notes={"ownership": ownership},
-    )
+    held = TrainerParams(patterns, params, buffers, f"trainer rank {rank}")
+    return held.layout(rank=rank, world_size=world_size, coords=coords, ownership=ownership, owned=owned)
+
+
+class TrainerParams(Generic[ShapeT]):
+    """The parameters of `trainer_rank_layout`. Ranks that hold the same ones, each cut in its way, share it.
+
+    ValueError names `where`, and whatever is wrong with the parameters alone.
+    """
+
+    def __init__(
+        self, patterns: Patterns[ShapeT], params: Sequence[TrainerParam], buffers: Sequence[BufferSpec], where: str
+    ) -> None:
+        self._patterns, self._params, self._buffers = patterns, params, tuple(buffers)
+        self._held = Parameters()
+        numbers = {buffer.name: number for number, buffer in enumerate(buffers)}
+        seen = set[str]()
+        for param in params:
+            if param.name in seen:
+                raise ValueError(f"{where}: parameter {param.name} is given twice")
+            seen.add(param.name)
+            kind, tensors = patterns.of_trainer(param.name)
+            number = numbers.get(param.buffer)
+            if number is None:
+                raise ValueError(f"{where}: {param.name} lies in buffer {param.buffer}, which is not described")
+            _check_inside(param, self._buffers[number].num_elements, where)
+            self._held.add((kind, param.shape), tensors, number, param.offset)
+
+    def layout(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        coords: Mapping[str, int],
+        ownership: Ownership = "replica",
+        owned: Mapping[str, tuple[int, int]] | None = None,
+    ) -> RankLayout:
+        """Of the rank at `coords`; arguments and errors as of `trainer_rank_layout`."""
+        if ownership == "slice" and owned is None:
+            raise ValueError(f"trainer rank {rank}: ownership slice needs the owned range of every buffer")
+        cuts = coords_cut(coords, "tp"), coords_cut(coords, "etp")
+        examples = [self._params[number] for number in self._held.examples]
+        patterns = [_place(self._patterns, param, cuts, rank) for param in examples]
+        kept = self._kept(cuts, owned) if ownership == "slice" and owned is not None else None
+        shards = self._held.shards(rank, self._buffers, patterns, kept=kept)
+        return RankLayout(
+            side="trainer",
+            rank=rank,
+            world_size=world_size,
+            coords=dict(coords),
+            tensors=shards.tensors,
+            buffers=self._buffers,
+            shards=shards,
+            notes={"ownership": ownership},
+        )
+
+    def _kept(self, cuts: tuple[Cut, Cut], owned: Mapping[str, tuple[int, int]]) -> list[Pattern]:
+        """Of each parameter what the rank steps."""
+        kept = []
+        for param in self._params:
+            pattern, _ = self._patterns.trainer(param.name, *cuts, _rows(param, cuts))
+            kept.append(pattern.inside(_window(param, pattern.grid, owned)))
+        return kept
 
 
 def place_trainer_param(entry: Entry, coords: Mapping[str, int], padded_rows: int = 0) -> Placed:
@@ -94,36 +129,28 @@ def place_trainer_param(entry: Entry, coords: Mapping[str, int], padded_rows: in
     return RULES[entry.rule](Fused(entry.tensors, entry.head_dim, padded_rows, entry.expert), cut)
 
 
-def _place(
-    patterns: Patterns[ShapeT], param: TrainerParam, cuts: tuple[Cut, Cut], rank: int
-) -> tuple[Pattern, Sequence[TensorSpec]]:
-    padded = 0
-    if patterns.trainer_entry(param.name).rule in ("vocab", "latent"):
-        padded = param.shape[0] * cuts[0].size
-    pattern, tensors = patterns.trainer(param.name, *cuts, padded)
+def _place(patterns: Patterns[ShapeT], param: TrainerParam, cuts: tuple[Cut, Cut], rank: int) -> Pattern:
+    pattern, _ = patterns.trainer(param.name, *cuts, _rows(param, cuts))
     if pattern.shape != param.shape:
         raise ValueError(f"trainer rank {rank}: {param.name} has shape {param.shape}, the table gives {pattern.shape}")
-    return pattern, tensors
+    return pattern
 
 
-def _check_inside(param: TrainerParam, buffers: Mapping[str, BufferSpec], rank: int) -> None:
-    if param.buffer not in buffers:
-        raise ValueError(f"trainer rank {rank}: {param.name} lies in buffer {param.buffer}, which is not described")
-    size, end = buffers[param.buffer].num_elements, param.offset + prod(param.shape)
+def _rows(param: TrainerParam, cuts: tuple[Cut, Cut]) -> int:
+    """Rows of the parameter over all ranks."""
+    return param.shape[0] * cuts[0].size if param.shape else 0
+
+
+def _check_inside(param: TrainerParam, size: int, where: str) -> None:
+    end = param.offset + prod(param.shape)
     if param.offset < 0 or end > size:
         raise ValueError(
-            f"trainer rank {rank}: {param.name} takes [{param.offset}, {end}) of buffer {param.buffer}, "
-            f"which has {size} elements"
+            f"{where}: {param.name} takes [{param.offset}, {end}) of buffer {param.buffer}, which has {size} elements"
         )
 
 
-def _window(
-    param: TrainerParam, grid: tuple[int, ...], owned: Mapping[str, tuple[int, int]] | None
-) -> tuple[Box, ...] | None:
-    """The boxes of the parameter, in coordinates of its grid, that this rank owns; None: all of it."""
-    if owned is None:
-        return None
-    size = prod(param.shape)
+def _window(param: TrainerParam, grid: tuple[int, ...], owned: Mapping[str, tuple[int, int]]) -> tuple[Box, ...]:
+    """The boxes of the parameter, in coordinates of its grid, that this rank owns."""
     start, stop = owned.get(param.buffer, (0, 0))
-    lo, hi = max(start - param.offset, 0), min(stop - param.offset, size)
+    lo, hi = max(start - param.offset, 0), min(stop - param.offset, prod(param.shape))
     return flat_boxes(grid, lo, hi) if lo < hi else ()

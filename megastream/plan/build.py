@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from megastream.families.types import Place
-from megastream.layout.shard import RankLayout
+from megastream.layout.shard import RankLayout, Side
 from megastream.plan.check import check_layouts
 from megastream.plan.coverage import prove
 from megastream.plan.digest import plan_digest
@@ -28,6 +28,8 @@ class Places(Protocol):
     @property
     def place(self) -> Callable[[str], Place]: ...
 
+    def places(self, names: Iterable[str]) -> list[Place]: ...
+
 
 def build_plan(
     trainer: Sequence[RankLayout],
@@ -38,19 +40,22 @@ def build_plan(
     piece_bytes: int,
     experts_per_unit: int,
     finality: str,
+    own: tuple[Side, int] | None = None,
 ) -> Plan:
     """The plan between two layouts; the same on every rank that builds it from equal layouts and options.
 
-    Pure and local: no rank waits for another. ValueError names the tensor, the rank and the numbers of whatever
-    cannot be planned; CoverageError (one of them) means that the planner itself is wrong.
+    Pure and local: no rank waits for another. With `own`, side and rank of who builds it, only the copies that this
+    rank sends or receives are proved: every rank does so, and all compare digests. ValueError names the tensor, the
+    rank and the numbers of whatever cannot be planned; CoverageError (one of them) means that the planner itself is
+    wrong.
     """
     trainer = sorted(trainer, key=lambda layout: layout.rank)
     engine = sorted(engine, key=lambda layout: layout.rank)
     both = check_layouts(trainer, engine, family.place)
-    places = [family.place(spec.name) for spec in both.tensors]
-    moves = reshard(both, Units(both, places, experts_per_unit), places)
+    places = family.places(spec.name for spec in both.tensors)
+    moves = reshard(both, Units(both, places, experts_per_unit))
     pieces = schedule(moves, both, piece_bytes)
-    prove(pieces)
+    prove(pieces, own)
     options: dict[str, str | int] = {
         "family": family.name,
         "kind": kind,

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 from math import prod
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from megastream.layout.box import Box
+from megastream.layout.columns import Ints
 from megastream.layout.pack import item_bytes
 from megastream.layout.shard import RankLayout, Shard, Side, TensorSpec
-from megastream.plan.table import Ints, ShardTable, Tables, runs, tables
+from megastream.plan.table import ShardTable, Tables, runs, tables
 from megastream.plan.types import Transform
 from megastream.plan.unit import PlaceOf, stage_of
 
@@ -26,14 +28,18 @@ MAX_ELEMENTS = 1 << 50
 """Of a tensor; far above any there is, and low enough that no sum over a plan leaves 64 bits."""
 
 
+_SHAPE = attrgetter("shape")
+
+
 def check_layouts(trainer: Sequence[RankLayout], engine: Sequence[RankLayout], place_of: PlaceOf) -> Tables:
     """Both sides as columns. ValueError for the first thing wrong: ranks missing, tensors that only one side has,
     shapes that differ, shards given twice or outside their tensor or buffer, tensors that the engine ranks do not
     cover."""
-    sides = _check_side(trainer, "trainer"), _check_side(engine, "engine")
+    specs: dict[str, TensorSpec] = {}
+    held = _check_side(trainer, "trainer", specs), _check_side(engine, "engine", specs)
     _check_stages(trainer, place_of)
-    _check_names(*sides)
-    both = tables(trainer, engine, sides[1].values())
+    _check_names(*held)
+    both = tables(trainer, engine, held[1].values())
     _check_shards(both, both.source)
     _check_shards(both, both.target)
     _check_duplicates(both)
@@ -53,24 +59,36 @@ def transform_between(tensor: str, source: str, target: str) -> Transform:
     return "cast"
 
 
-def _check_side(layouts: Sequence[RankLayout], side: Side) -> dict[str, TensorSpec]:
+def _check_side(layouts: Sequence[RankLayout], side: Side, specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The tensors of one side; they join `specs`, those of both, and must not differ from what is there."""
     ranks = [layout.rank for layout in layouts]
     world = layouts[0].world_size if layouts else 0
     if not layouts or sorted(ranks) != list(range(world)) or any(item.world_size != world for item in layouts):
         raise ValueError(f"{side} layouts are of ranks {sorted(ranks)} of {world}; every rank is needed exactly once")
-    specs: dict[str, TensorSpec] = {}
+    held: dict[str, TensorSpec] = {}
+    seen: set[int] = set()
     for layout in layouts:
         if layout.side != side:
             raise ValueError(f"layout of {layout.side} rank {layout.rank} was given as one of the {side}")
-        for spec in layout.tensors:
-            known = specs.setdefault(spec.name, spec)
-            if known is not spec and known.shape != spec.shape:
-                raise ValueError(f"{spec.name}: {side} rank {layout.rank} says {spec.shape}, another {known.shape}")
         _check_unique_buffers(layout)
-    for spec in specs.values():
-        if prod(spec.shape) > MAX_ELEMENTS:
-            raise ValueError(f"{spec.name}: shape {spec.shape} is more than {MAX_ELEMENTS} elements")
-    return specs
+        if id(layout.tensors) not in seen:
+            held.update(_join(layout, specs))
+        seen.add(id(layout.tensors))
+    for shape in {spec.shape for spec in held.values()}:
+        if prod(shape) > MAX_ELEMENTS:
+            name = next(spec.name for spec in held.values() if spec.shape == shape)
+            raise ValueError(f"{name}: shape {shape} is more than {MAX_ELEMENTS} elements")
+    return held
+
+
+def _join(layout: RankLayout, specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The layout's tensors as they are in `specs`, to which new ones are added."""
+    names = [spec.name for spec in layout.tensors]
+    known = list(map(specs.setdefault, names, layout.tensors))
+    if list(map(_SHAPE, known)) != list(map(_SHAPE, layout.tensors)):
+        one, other = next((a, b) for a, b in zip(layout.tensors, known, strict=True) if a.shape != b.shape)
+        raise ValueError(f"{one.name}: {layout.side} rank {layout.rank} says {one.shape}, another rank {other.shape}")
+    return dict(zip(names, known, strict=True))
 
 
 def _check_unique_buffers(layout: RankLayout) -> None:
@@ -85,12 +103,9 @@ def _check_names(trainer: dict[str, TensorSpec], engine: dict[str, TensorSpec]) 
         (engine, trainer, "engine, not the trainer"),
         (trainer, engine, "trainer, not the engine"),
     ):
-        names = [name for name in have if name not in lack]
-        if names:
+        if not have.keys() <= lack.keys():
+            names = [name for name in have if name not in lack]
             raise ValueError(f"{len(names)} tensors are held by the {sides}: {', '.join(names[:5])}")
-    for name, spec in engine.items():
-        if trainer[name].shape != spec.shape:
-            raise ValueError(f"{name}: the trainer says {trainer[name].shape}, the engine {spec.shape}")
 
 
 def _check_shards(both: Tables, side: ShardTable) -> None:
@@ -102,7 +117,6 @@ def _check_shards(both: Tables, side: ShardTable) -> None:
     reach = (geometry.hi - geometry.lo - 1)[side.box].astype(float) * steps
     last = side.offset + reach.sum(axis=1)
     bad: npt.NDArray[np.bool_] = (side.tensor < 0) | (side.buffer < 0)
-    bad |= np.fromiter((shard.rank for shard in side.shards), np.int64, len(side.shards)) != side.rank
     bad |= (dims[side.box] != both.num_dims[side.tensor]) | (step_dims[side.strides] != dims[side.box])
     bad |= (geometry.hi[side.box] > both.shape[side.tensor]).any(axis=1) | (steps < 1).any(axis=1)
     bad |= (side.offset < 0) | (last >= side.buffer_size[side.buffer])
@@ -110,7 +124,7 @@ def _check_shards(both: Tables, side: ShardTable) -> None:
         row = int(np.flatnonzero(bad)[0])
         layout = next(layout for layout in side.layouts if layout.rank == side.rank[row])
         spec = both.tensors[side.tensor[row]] if side.tensor[row] >= 0 else None
-        raise ValueError(_fault(side.shards[row], layout, spec))
+        raise ValueError(_fault(side.shard(row), layout, spec))
 
 
 def _fault(shard: Shard, layout: RankLayout, spec: TensorSpec | None) -> str:
@@ -138,7 +152,7 @@ def _check_duplicates(both: Tables) -> None:
     order = np.argsort(keys, kind="stable")
     twice = np.flatnonzero(keys[order][1:] == keys[order][:-1])
     if len(twice):
-        shard = side.shards[order[1:][twice].min()]
+        shard = side.shard(int(order[1:][twice].min()))
         raise ValueError(
             f"{shard.tensor}: trainer rank {shard.rank} holds {shard.box.lo} to {shard.box.hi} twice; "
             "two parameters map to the same tensor"
@@ -148,8 +162,8 @@ def _check_duplicates(both: Tables) -> None:
 def _check_stages(trainer: Sequence[RankLayout], place_of: PlaceOf) -> None:
     """A layer lives on one stage. Two stages claiming it means that names carry local layer indices."""
     held: dict[int, dict[str, None]] = {}
-    for layout in trainer:
-        held.setdefault(stage_of(layout), {}).update(dict.fromkeys(spec.name for spec in layout.tensors))
+    for stage, tensors in {(stage_of(layout), id(layout.tensors)): layout.tensors for layout in trainer}.items():
+        held.setdefault(stage[0], {}).update(dict.fromkeys([spec.name for spec in tensors]))
     for (one, names), (other, others) in combinations(sorted(held.items()), 2):
         for name in names.keys() & others.keys():
             if place_of(name).layer is not None:
@@ -164,23 +178,27 @@ def _check_buffers(both: Tables, place_of: PlaceOf) -> None:
     """Shards fill an engine buffer without overlap, and whole; only vocabulary rows are padded."""
     side, geometry = both.target, both.geometry
     extents = geometry.hi - geometry.lo
-    shape = np.concatenate((side.offset[:, None], extents[side.box], geometry.steps[side.strides]), axis=1)
     order = np.lexsort((side.offset, side.buffer))
+    last = side.offset + ((extents - 1)[side.box] * geometry.steps[side.strides]).sum(axis=1)
+    # Where each shard ends before the next one begins nothing can overlap.
+    same = side.buffer[order][:-1] == side.buffer[order][1:]
+    mixed = np.flatnonzero(same & (last[order][:-1] >= side.offset[order][1:]))
+    order = order[np.isin(side.buffer[order], side.buffer[order[mixed]])]
+    shape = np.concatenate((side.offset[:, None], extents[side.box], geometry.steps[side.strides]), axis=1)
     fine: set[bytes] = set()  # ways to lie in a buffer that are known to be without overlap
     for start, length in zip(*map(Ints.tolist, runs(side.buffer[order])), strict=True):
         rows = order[start : start + length]
-        key = shape[rows].tobytes()
-        if key in fine:
+        if (key := shape[rows].tobytes()) in fine:
             continue
-        clash = overlap([side.shards[row] for row in rows])
+        clash = overlap([side.shard(row) for row in rows.tolist()])
         if clash is not None:
             where = f"{clash[0].buffer} on engine rank {clash[0].rank}"
             raise ValueError(f"{where}: the shard of {clash[1].tensor} overlaps that of {clash[0].tensor}")
         fine.add(key)
     filled = np.bincount(side.buffer, geometry.volume[side.box], len(side.buffers)).astype(np.int64)
     for number in np.flatnonzero(filled != side.buffer_size).tolist():
-        rows = np.flatnonzero(side.buffer == number)
-        if not all(place_of(side.shards[row].tensor).kind in ("embed", "head") for row in rows):
+        tensors = np.unique(side.tensor[side.buffer == number]).tolist()
+        if not all(place_of(both.tensors[tensor].name).kind in ("embed", "head") for tensor in tensors):
             raise ValueError(
                 f"{side.buffers[number].name} on engine rank {side.buffer_rank[number]} has "
                 f"{side.buffer_size[number]} elements, its shards fill {filled[number]}"
@@ -215,7 +233,12 @@ def _check_engine_covers(both: Tables) -> None:
     keys = np.unique(side.tensor * num_boxes + side.box)
     tensors, boxes = keys // num_boxes, keys % num_boxes
     missing: dict[tuple[tuple[int, ...], bytes], int] = {}
-    held = set(tensors.tolist())
+    held = np.bincount(tensors, minlength=len(both.tensors)) > 0
+    # A shard lies inside its tensor: one of its size is all of it.
+    whole = np.zeros(len(both.tensors), dtype=bool)
+    whole[tensors[both.geometry.volume[boxes] == both.shape.prod(axis=1)[tensors]]] = True
+    keys = keys[~whole[tensors]]
+    tensors, boxes = keys // num_boxes, keys % num_boxes
     for start, length in zip(*map(Ints.tolist, runs(tensors)), strict=True):
         spec = both.tensors[tensors[start]]
         cut = spec.shape, boxes[start : start + length].tobytes()
@@ -223,9 +246,8 @@ def _check_engine_covers(both: Tables) -> None:
             missing[cut] = _uncovered(spec.shape, [both.geometry.boxes[box] for box in boxes[start : start + length]])
         if missing[cut]:
             _refuse_hole(spec, missing[cut])
-    for number, spec in enumerate(both.tensors):
-        if number not in held:
-            _refuse_hole(spec, prod(spec.shape))
+    for number in np.flatnonzero(~held).tolist():
+        _refuse_hole(both.tensors[number], prod(both.tensors[number].shape))
 
 
 def _uncovered(shape: tuple[int, ...], boxes: Sequence[Box]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megastream.layout.columns import columns_of, ints
 from megastream.layout.pack import item_bytes
 from megastream.layout.shard import RankLayout
 from megastream.plan.types import Plan
@@ -77,6 +78,7 @@ def floor_bytes(engine: Sequence[RankLayout]) -> int:
     """Bytes of everything that the engine ranks compute with, each rank counted for itself."""
     total = 0
     for layout in engine:
-        item = {buffer.name: item_bytes(buffer.dtype) for buffer in layout.buffers}
-        total += sum(shard.box.volume * item[shard.buffer] for shard in layout.shards)
+        shards = columns_of(layout)
+        volume, item = ints(box.volume for box in shards.boxes), ints(item_bytes(each.dtype) for each in layout.buffers)
+        total += int((volume[shards.box] * item[shards.buffer]).sum())
     return total

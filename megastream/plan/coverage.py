@@ -13,9 +13,10 @@ from operator import attrgetter
 import numpy as np
 
 from megastream.layout.box import Box
-from megastream.layout.shard import RankLayout, Shard
+from megastream.layout.columns import Ints, expand
+from megastream.layout.shard import RankLayout, Shard, Side
 from megastream.plan.pieces import PieceTable, piece_table
-from megastream.plan.table import Ints, ShardTable, Tables, runs, tables
+from megastream.plan.table import ShardTable, Tables, runs, tables
 from megastream.plan.types import Piece
 
 
@@ -31,34 +32,35 @@ def prove_coverage(pieces: Iterable[Piece], trainer: Sequence[RankLayout], engin
     prove(piece_table(pieces, both))
 
 
-def prove(pieces: PieceTable) -> None:
-    """CoverageError names the tensor, the rank and both numbers of the first fault."""
-    both, copies = pieces.tables, pieces.copies
-    piece = np.repeat(np.arange(len(pieces)), pieces.num_copies)
-    source, source_lo = _locate(
-        both,
-        both.source,
-        pieces.buffer[piece],
-        copies.tensor,
-        copies.shape,
-        copies.source_offset,
-        copies.source_strides,
-    )
-    target, target_lo = _locate(
-        both,
-        both.target,
-        copies.target_buffer,
-        copies.tensor,
-        copies.shape,
-        copies.target_offset,
-        copies.target_strides,
-    )
-    target = np.where(both.target.buffer_rank[copies.target_buffer] == pieces.target[piece], target, -1)
+def prove(pieces: PieceTable, own: tuple[Side, int] | None = None) -> None:
+    """CoverageError names the tensor, the rank and both numbers of the first fault. `own`: only what one rank sends, or
+    receives, is looked at; that its shards are written once can be told on the receiving side alone."""
+    both, (piece, row) = pieces.tables, _copies_of(pieces, own)
+    tensor, shape, *ends = (column[row] for column in pieces.copies.columns)
+    source, source_lo = _locate(both, both.source, pieces.buffer[piece], tensor, shape, *ends[:2])
+    target_buffer = ends[2]
+    target, target_lo = _locate(both, both.target, target_buffer, tensor, shape, *ends[3:])
+    target = np.where(both.target.buffer_rank[target_buffer] == pieces.target[piece], target, -1)
     wrong = (source < 0) | (target < 0) | (source_lo != target_lo).any(axis=1)
     if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        _refuse(pieces, row, int(piece[row]), (int(source[row]), int(target[row])), (source_lo[row], target_lo[row]))
-    _check_exactly_once(both, target, target_lo, target_lo + copies.shape)
+        at = int(np.flatnonzero(wrong)[0])
+        shards, corners = (int(source[at]), int(target[at])), (source_lo[at], target_lo[at])
+        _refuse(pieces, int(row[at]), int(piece[at]), shards, corners)
+    if own is None:
+        _check_exactly_once(both, target, target_lo, target_lo + shape, np.arange(len(both.target)))
+    elif own[0] == "engine":
+        shards_of_rank = np.flatnonzero(both.target.rank == own[1])
+        _check_exactly_once(both, target, target_lo, target_lo + shape, shards_of_rank)
+
+
+def _copies_of(pieces: PieceTable, own: tuple[Side, int] | None) -> tuple[Ints, Ints]:
+    """(piece, row) of the copies of one rank, or of all."""
+    if own is None:
+        seqs = np.arange(len(pieces))
+    else:
+        seqs = np.flatnonzero((pieces.source if own[0] == "trainer" else pieces.target) == own[1])
+    piece, row = expand(pieces.first[seqs], pieces.num_copies[seqs])
+    return seqs[piece], row
 
 
 def _locate(
@@ -69,7 +71,10 @@ def _locate(
     Several shards of a tensor may lie in one buffer; a copy is looked for in those that begin before it, from behind.
     """
     num_tensors = len(both.tensors)
-    order = np.lexsort((side.offset, side.buffer * num_tensors + side.tensor))
+    asked = np.zeros(len(side.buffers), dtype=bool)
+    asked[buffer] = True
+    order = np.flatnonzero(asked[side.buffer])
+    order = order[np.lexsort((side.offset[order], side.buffer[order] * num_tensors + side.tensor[order]))]
     place = (side.buffer * num_tensors + side.tensor)[order]
     wanted = np.where((buffer < 0) | (tensor < 0), -1, buffer * num_tensors + tensor)
     start = np.searchsorted(place, wanted)
@@ -131,8 +136,8 @@ def _refuse(pieces: PieceTable, row: int, seq: int, shards: tuple[int, int], cor
     )
 
 
-def _check_exactly_once(both: Tables, shard: Ints, lo: Ints, hi: Ints) -> None:
-    """Disjoint boxes inside the shard whose volumes add up to it cover it exactly once."""
+def _check_exactly_once(both: Tables, shard: Ints, lo: Ints, hi: Ints, shards: Ints) -> None:
+    """Disjoint boxes inside each of the `shards` whose volumes add up to it cover it exactly once."""
     side, size = both.target, both.geometry.volume[both.target.box]
     order = np.lexsort((*lo.T[::-1], shard))
     start, length = runs(shard[order])
@@ -141,11 +146,12 @@ def _check_exactly_once(both: Tables, shard: Ints, lo: Ints, hi: Ints) -> None:
     for begin, count in zip(start[length > 1].tolist(), length[length > 1].tolist(), strict=True):
         key = boxes[begin : begin + count].tobytes()
         if key not in fine:
-            _check_disjoint(side.shards[shard[order[begin]]], boxes[begin : begin + count])
+            _check_disjoint(side.shard(int(shard[order[begin]])), boxes[begin : begin + count])
             fine.add(key)
-    written = np.bincount(shard, (hi - lo).prod(axis=1), len(side.shards)).astype(np.int64)
-    for row in np.flatnonzero(written != size)[:1].tolist():
-        where = f"{side.shards[row].tensor}: {side.shards[row].buffer} on engine rank {side.rank[row]}"
+    written = np.bincount(shard, (hi - lo).prod(axis=1), len(side)).astype(np.int64)
+    for row in shards[written[shards] != size[shards]][:1].tolist():
+        missed = side.shard(row)
+        where = f"{missed.tensor}: {missed.buffer} on engine rank {missed.rank}"
         raise CoverageError(f"{where} gets {written[row]} of {size[row]} elements")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megastream.plan.table import Ints
+from megastream.layout.columns import Ints
 from megastream.plan.types import Pieces, Plan
 
 

@@ -9,7 +9,8 @@ from typing import overload
 
 import numpy as np
 
-from megastream.plan.table import Ints, Tables, expand, ints, padded
+from megastream.layout.columns import Ints, expand, ints
+from megastream.plan.table import Tables, padded
 from megastream.plan.types import Copy, Piece, Pieces, Transform
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megastream.families.types import Place
 from megastream.layout.box import Box
+from megastream.layout.columns import Ints, Numbered, expand, first_use, ints, packed
 from megastream.layout.pack import item_bytes
-from megastream.plan.table import Ints, Numbered, ShardTable, Tables, expand, ints, padded, runs
+from megastream.plan.table import ShardTable, Tables, padded, runs
 from megastream.plan.types import Unit
-from megastream.plan.unit import Units, holds_all_experts, stage_of
+from megastream.plan.unit import Units, stage_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Sources:
     """Trainer shards by (tensor, box): replicas of each other stand together in `rows`, by rank.
 
     `keys` (tensor * number of boxes + box) ascend; group g is `rows[start[g] : start[g] + count[g]]`, and `ranks[g]`
-    counts in `rank_sets`, the sets of ranks that hold such replicas.
+    counts in `rank_sets`, the sets of ranks that hold such replicas: first each rank by itself.
     """
 
     keys: Ints
@@ -50,7 +50,7 @@ class _Sources:
     rank_sets: tuple[tuple[int, ...], ...]
 
 
-def reshard(both: Tables, units: Units, places: Sequence[Place]) -> Moves:
+def reshard(both: Tables, units: Units) -> Moves:
     """One move for every element that an engine rank needs. Deterministic for equal layouts.
 
     ValueError names a tensor, engine rank and region that no trainer rank holds.
@@ -60,26 +60,18 @@ def reshard(both: Tables, units: Units, places: Sequence[Place]) -> Moves:
     tensor = both.target.tensor[target]
     group = np.searchsorted(sources.keys, tensor * len(both.geometry.boxes) + box)
     stages = ints(stage_of(layout) for layout in both.source.layouts)
-    names = Numbered[Unit]()
-    stacked = np.array([holds_all_experts(place) for place in places], dtype=bool)[tensor]
-    expert = np.where(stacked, lo[:, 0], 0)
-    most = int(expert.max(initial=0)) + 1
-
-    def unit_of(stage: Ints) -> Ints:
-        """Numbers of the units of all moves, when they come from these stages."""
-        keys, inverse = np.unique((stage * len(places) + tensor) * most + expert, return_inverse=True)
-        found = ((*divmod(key // most, len(places)), key % most) for key in keys.tolist())
-        return ints(names.numbers(units.unit(s, places[t], e) for s, t, e in found))[inverse]
-
-    first = both.source.rank[sources.rows[sources.start]]
-    together = _together(unit_of(stages[first[group]]), both.target.rank[target], sources.ranks[group])
-    item = ints(item_bytes(spec.dtype) for spec in both.target.buffers)[both.target.buffer[target]]
+    stage = stages[both.source.rank[sources.rows[sources.start]]][group]
+    unit = units.numbers(stage, tensor, lo[:, 0])
+    together, _ = first_use(packed(unit, both.target.rank[target], sources.ranks[group]))
+    item = ints(map(item_bytes, both.dtypes))[both.target.buffer_dtype[both.target.buffer[target]]]
     sizes = np.bincount(together, (hi - lo).prod(axis=1) * item).astype(np.int64)
     rank_set = np.zeros(len(sizes), dtype=np.int64)
     rank_set[together] = sources.ranks[group]
-    at = _balance(sizes, [sources.rank_sets[number] for number in rank_set], len(stages))[together]
+    at = _balance(sizes, rank_set, sources.rank_sets, len(stages))[together]
     source = sources.rows[sources.start[group] + at]
-    unit = unit_of(stages[both.source.rank[source]])
+    # Replicas on several stages (tied embeddings): the unit is that of the one that sends.
+    moved = np.flatnonzero(stages[both.source.rank[source]] != stage)
+    unit[moved] = units.numbers(stages[both.source.rank[source[moved]]], tensor[moved], lo[moved, 0])
     by_group = np.argsort(together, kind="stable")
     return Moves(
         source[by_group],
@@ -87,7 +79,7 @@ def reshard(both: Tables, units: Units, places: Sequence[Place]) -> Moves:
         lo[by_group],
         hi[by_group],
         unit[by_group],
-        tuple(names.items),
+        tuple(units.all),
     )
 
 
@@ -96,29 +88,29 @@ def _sources(both: Tables) -> _Sources:
     keys = table.tensor * len(both.geometry.boxes) + table.box
     rows = np.argsort(keys, kind="stable")
     start, count = runs(keys[rows])
-    sets = Numbered[tuple[int, ...]]()
     rank = table.rank[rows]
-    single = table.rank[rows[start]].tolist()
-    ranks = sets.numbers(
-        (first,) if n == 1 else tuple(rank[at : at + n].tolist())
-        for first, at, n in zip(single, start.tolist(), count.tolist(), strict=True)
-    )
-    return _Sources(keys[rows[start]], rows, start, count, ints(ranks), tuple(sets.items))
+    sets = Numbered[tuple[int, ...]]((layout.rank,) for layout in table.layouts)
+    ranks = rank[start]
+    several = np.flatnonzero(count > 1)
+    spans = zip(start[several].tolist(), (start + count)[several].tolist(), strict=True)
+    ranks[several] = sets.numbers([tuple(rank[begin:end].tolist()) for begin, end in spans])
+    return _Sources(keys[rows[start]], rows, start, count, ranks, tuple(sets.items))
 
 
 def _carve_all(both: Tables, sources: _Sources) -> tuple[Ints, Ints, Ints, Ints]:
     """(target row, lo, hi, source box) of every part, by target row."""
     boxes, table = both.geometry.boxes, both.target
     held = _boxes_held(both, sources)
-    sets = Numbered[tuple[int, ...]]()
+    sets = Numbered[bytes]()
     set_of_tensor = ints(sets.numbers(held))
+    held_boxes = [np.frombuffer(each, np.int64).tolist() for each in sets.items]
     kinds, first, kind = np.unique(
         set_of_tensor[table.tensor] * len(boxes) + table.box, return_index=True, return_inverse=True
     )
     parts: list[tuple[Box, int]] = []
     count = []
     for key, row in zip(kinds.tolist(), first.tolist(), strict=True):
-        carved, missing = _carve(boxes[key % len(boxes)], [(boxes[n], n) for n in sets.items[key // len(boxes)]])
+        carved, missing = _carve(boxes[key % len(boxes)], [(boxes[n], n) for n in held_boxes[key // len(boxes)]])
         if missing:
             _refuse(table, row, missing)
         parts += carved
@@ -130,15 +122,18 @@ def _carve_all(both: Tables, sources: _Sources) -> tuple[Ints, Ints, Ints, Ints]
     return target, lo[part], hi[part], ints(number for _, number in parts)[part]
 
 
-def _boxes_held(both: Tables, sources: _Sources) -> list[tuple[int, ...]]:
-    """The distinct boxes of every tensor on the trainer, in the order in which ranks hold them."""
+def _boxes_held(both: Tables, sources: _Sources) -> list[bytes]:
+    """The distinct boxes of every tensor on the trainer, in the order in which ranks hold them, as bytes of numbers."""
     num_boxes = len(both.geometry.boxes)
     tensors = sources.keys // num_boxes
     order = np.lexsort((sources.rows[sources.start], tensors))
     boxes = (sources.keys % num_boxes)[order]
-    held: list[tuple[int, ...]] = [()] * len(both.tensors)
-    for start, length in zip(*map(Ints.tolist, runs(tensors[order])), strict=True):
-        held[tensors[order[start]]] = tuple(boxes[start : start + length].tolist())
+    held, raw = [b""] * len(both.tensors), boxes.tobytes()
+    start, length = runs(tensors[order])
+    for tensor, begin, end in zip(
+        tensors[order[start]].tolist(), start.tolist(), (start + length).tolist(), strict=True
+    ):
+        held[tensor] = raw[begin * boxes.itemsize : end * boxes.itemsize]
     return held
 
 
@@ -162,7 +157,7 @@ def _carve(target: Box, sources: Sequence[tuple[Box, int]]) -> tuple[list[tuple[
 
 
 def _refuse(table: ShardTable, row: int, missing: Sequence[Box]) -> None:
-    shard = table.shards[row]
+    shard = table.shard(row)
     raise ValueError(
         f"{shard.tensor}: engine rank {shard.rank} needs {shard.box.volume} elements for {shard.buffer}, "
         f"no trainer rank holds {sum(box.volume for box in missing)} of them "
@@ -170,34 +165,20 @@ def _refuse(table: ShardTable, row: int, missing: Sequence[Box]) -> None:
     )
 
 
-def _together(unit: Ints, target: Ints, ranks: Ints) -> Ints:
-    """Numbers the groups of moves that share unit, engine rank and set of replicas, in the order of their first one."""
-    keys = (unit * (target.max() + 1) + target) * (ranks.max() + 1) + ranks
-    _, first, group = np.unique(keys, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    number = np.empty_like(order)
-    number[order] = np.arange(len(order))
-    return number[group]
-
-
-def _balance(sizes: Ints, rank_sets: Sequence[tuple[int, ...]], num_ranks: int) -> Ints:
+def _balance(sizes: Ints, rank_set: Ints, rank_sets: Sequence[tuple[int, ...]], num_ranks: int) -> Ints:
     """Position of every group's source in its set of ranks: groups without a choice first, then the largest to the
-    least loaded rank.
+    least loaded rank. The first `num_ranks` sets are of one rank each.
 
     A group is all that one unit sends from one set of replicas to one target, so that it stays in few pieces.
     """
-    loads = [0] * num_ranks
     chosen = np.zeros(len(sizes), dtype=np.int64)
-    bytes_of = sizes.tolist()
-    free: list[int] = []
-    for group, ranks in enumerate(rank_sets):
-        if len(ranks) == 1:
-            loads[ranks[0]] += bytes_of[group]
-        else:
-            free.append(group)
-    for group in sorted(free, key=lambda group: -bytes_of[group]):
-        ranks = rank_sets[group]
-        _, rank, at = min((loads[rank], rank, at) for at, rank in enumerate(ranks))
-        chosen[group] = at
-        loads[rank] += bytes_of[group]
+    alone = rank_set < num_ranks
+    loads = np.bincount(rank_set[alone], sizes[alone], num_ranks).astype(np.int64).tolist()
+    free = np.flatnonzero(~alone)
+    free = free[np.argsort(-sizes[free], kind="stable")]
+    for group, number, size in zip(free.tolist(), rank_set[free].tolist(), sizes[free].tolist(), strict=True):
+        ranks = rank_sets[number]
+        rank = min(ranks, key=loads.__getitem__)
+        chosen[group] = ranks.index(rank)
+        loads[rank] += size
     return chosen

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from megastream.layout.box import Box
+from megastream.layout.columns import Ints, expand, ints, packed
 from megastream.layout.pack import item_bytes
 from megastream.plan.check import transform_between
 from megastream.plan.pieces import CopyTable, PieceTable
 from megastream.plan.reshard import Moves
-from megastream.plan.table import Ints, Numbered, ShardTable, Tables, expand, ints, runs
+from megastream.plan.table import ShardTable, Tables, runs
 from megastream.plan.unit import unit_order
 
 
@@ -21,17 +22,18 @@ def schedule(moves: Moves, both: Tables, piece_bytes: int) -> PieceTable:
     Order: by source rank, then as its buffers become final, then by unit and target. ValueError names a dtype pair
     that is refused, or a `piece_bytes` that holds no element.
     """
-    dtypes = _check_dtypes(moves, both, piece_bytes)
+    _check_dtypes(moves, both, piece_bytes)
     units = sorted(moves.units, key=unit_order)
     rank_of_unit = ints(map({unit: rank for rank, unit in enumerate(units)}.__getitem__, moves.units))
     source_buffer = both.source.buffer[moves.source]
     target_buffer = both.target.buffer[moves.target]
     # By dtype last; a source buffer's number goes by its rank first, then by the order in which buffers become final.
-    dtype = ints(dtypes.index(spec.dtype) for spec in both.target.buffers)[target_buffer]
+    dtype = both.target.buffer_dtype[target_buffer]
     unit, target = rank_of_unit[moves.unit], both.target.rank[moves.target]
-    order = np.lexsort((dtype, target, unit, source_buffer))
+    order = np.argsort(packed(source_buffer, unit, target, dtype), kind="stable")
     group = _numbered(source_buffer[order], unit[order], target[order], dtype[order])
-    most = ints(piece_bytes // item_bytes(name) for name in dtypes)[dtype[order]]
+    item = ints(item_bytes(name) for name in both.dtypes)
+    most = (piece_bytes // item)[dtype[order]]
     rows, lo, hi = _split_all(moves.lo[order], moves.hi[order], most, both)
     volume = (hi - lo).prod(axis=1)
     piece = _fill(volume, group[rows], most[rows])
@@ -39,7 +41,6 @@ def schedule(moves: Moves, both: Tables, piece_bytes: int) -> PieceTable:
     first, _ = runs(piece)
     at = rows[first]
     num_elements = np.add.reduceat(volume, first) if len(first) else ints(())
-    item = ints(item_bytes(name) for name in dtypes)[dtype[at]]
     return PieceTable(
         tables=both,
         copies=_copies(moves, both, rows, lo, hi),
@@ -49,27 +50,23 @@ def schedule(moves: Moves, both: Tables, piece_bytes: int) -> PieceTable:
         unit=unit[at],
         dtype=dtype[at],
         num_elements=num_elements,
-        num_bytes=num_elements * item,
+        num_bytes=num_elements * item[dtype[at]],
         units=tuple(map(str, units)),
-        dtypes=tuple(dtypes),
+        dtypes=both.dtypes,
     )
 
 
-def _check_dtypes(moves: Moves, both: Tables, piece_bytes: int) -> list[str]:
-    """The dtypes that travel, sorted by name."""
-    numbers = Numbered[str]()
-    source = ints(numbers.numbers(spec.dtype for spec in both.source.buffers))[both.source.buffer[moves.source]]
-    target = ints(numbers.numbers(spec.dtype for spec in both.target.buffers))[both.target.buffer[moves.target]]
-    names = numbers.items
-    _, first = np.unique(source * len(names) + target, return_index=True)
-    for row in np.sort(first).tolist():
-        source_dtype, target_dtype = names[source[row]], names[target[row]]
+def _check_dtypes(moves: Moves, both: Tables, piece_bytes: int) -> None:
+    num, source, target = len(both.dtypes), both.source, both.target
+    pairs = source.buffer_dtype[source.buffer[moves.source]] * num + target.buffer_dtype[target.buffer[moves.target]]
+    keys, first = np.unique(pairs, return_index=True)
+    for row, key in sorted(zip(first.tolist(), keys.tolist(), strict=True)):
+        source_dtype, target_dtype = both.dtypes[key // num], both.dtypes[key % num]
         if item_bytes(target_dtype) > piece_bytes:
             raise ValueError(
                 f"piece_bytes is {piece_bytes}; one {target_dtype} element takes {item_bytes(target_dtype)}"
             )
-        transform_between(both.target.shards[moves.target[row]].tensor, source_dtype, target_dtype)
-    return sorted({spec.dtype for spec in both.target.buffers})
+        transform_between(target.shard(int(moves.target[row])).tensor, source_dtype, target_dtype)
 
 
 def _numbered(*keys: Ints) -> Ints:

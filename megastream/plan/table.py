@@ -7,47 +7,14 @@ a row of numbers, and whatever depends on geometry alone is worked out once for 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from megastream.layout.box import Box
+from megastream.layout.columns import Ints, Numbered, columns_of, ints
 from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
-
-Ints = npt.NDArray[np.int64]
-ItemT = TypeVar("ItemT", bound=Hashable)
-
-
-class Numbered(Generic[ItemT]):
-    """Numbers equal things equally, from 0 on, in the order in which they are first seen."""
-
-    def __init__(self) -> None:
-        self._index: dict[ItemT, int] = defaultdict(count().__next__)
-
-    def numbers(self, items: Iterable[ItemT]) -> list[int]:
-        """The number of each item."""
-        return list(map(self._index.__getitem__, items))
-
-    def numbers_of_shared(self, items: Sequence[ItemT]) -> Ints:
-        """The same for items of which most are one and the same object: each object is compared once."""
-        _, first, inverse = np.unique(ints(map(id, items)), return_index=True, return_inverse=True)
-        order = np.argsort(first)
-        numbers = np.empty_like(order)
-        numbers[order] = self.numbers(items[row] for row in first[order])
-        return numbers[inverse]
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    @property
-    def items(self) -> list[ItemT]:
-        """Item number i at index i."""
-        return list(self._index)
 
 
 @dataclass(frozen=True)
@@ -71,12 +38,12 @@ class ShardTable:
     """One row per shard of a side, by rank and then in the order of the rank's layout.
 
     `tensor` counts in the plan's tensors, `buffer` in `buffers` (all ranks' buffers, by rank), `box` and `strides` in
-    the geometry; -1 stands for a name that no layout describes. `described` and `described_rank` list which rank's
-    layout names which tensor.
+    the geometry; -1 stands for a name that no layout describes. Rows of layout i are `first[i]` to `first[i + 1]`.
+    `described` and `described_rank` list which rank's layout names which tensor.
     """
 
     layouts: tuple[RankLayout, ...]
-    shards: tuple[Shard, ...]
+    first: Ints
     rank: Ints
     tensor: Ints
     box: Ints
@@ -86,8 +53,17 @@ class ShardTable:
     buffers: tuple[BufferSpec, ...]
     buffer_rank: Ints
     buffer_size: Ints
+    buffer_dtype: Ints
     described: Ints
     described_rank: Ints
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def shard(self, row: int) -> Shard:
+        """The shard of a row as its layout has it."""
+        number = int(np.searchsorted(self.first, row, side="right")) - 1
+        return self.layouts[number].shards[row - int(self.first[number])]
 
     def buffer_numbers(self) -> dict[tuple[int, str], int]:
         """(rank, name) of every buffer, with its number."""
@@ -97,9 +73,11 @@ class ShardTable:
 
 @dataclass(frozen=True)
 class Tables:
-    """Both sides of a plan. `tensors` are numbered as they stand here; `shape` has the geometry's width."""
+    """Both sides of a plan. `tensors` are numbered as they stand here, dtypes of buffers by name; `shape` has the
+    geometry's width."""
 
     tensors: tuple[TensorSpec, ...]
+    dtypes: tuple[str, ...]
     shape: Ints
     num_dims: Ints
     geometry: Geometry
@@ -112,19 +90,17 @@ def tables(trainer: Sequence[RankLayout], engine: Sequence[RankLayout], specs: I
     tensors = tuple(specs)
     index = {spec.name: number for number, spec in enumerate(tensors)}
     boxes, strides = Numbered[Box](), Numbered[tuple[int, ...]]()
-    source = _side(trainer, index, boxes, strides)
-    target = _side(engine, index, boxes, strides)
+    dtypes = tuple(sorted({spec.dtype for layout in (*trainer, *engine) for spec in layout.buffers}))
+    source = _side(trainer, index, dtypes, boxes, strides)
+    target = _side(engine, index, dtypes, boxes, strides)
     found, steps = boxes.items, strides.items
-    width = max(1, *(len(box.lo) for box in found), *map(len, steps), *(len(spec.shape) for spec in tensors))
+    shapes = Numbered[tuple[int, ...]]()
+    shape_of = ints(shapes.numbers([spec.shape for spec in tensors]))
+    width = max(1, *(len(box.lo) for box in found), *map(len, steps), *map(len, shapes.items))
     lo, hi = padded([box.lo for box in found], width, 0), padded([box.hi for box in found], width, 1)
     geometry = Geometry(tuple(found), tuple(steps), lo, hi, padded(steps, width, 1), (hi - lo).prod(axis=1))
-    shape = padded([spec.shape for spec in tensors], width, 1)
-    num_dims = ints(len(spec.shape) for spec in tensors)
-    return Tables(tensors, shape, num_dims, geometry, source, target)
-
-
-def ints(numbers: Iterable[int]) -> Ints:
-    return np.fromiter(numbers, np.int64)
+    shape, num_dims = padded(shapes.items, width, 1)[shape_of], ints(map(len, shapes.items))[shape_of]
+    return Tables(tensors, dtypes, shape, num_dims, geometry, source, target)
 
 
 def padded(rows: Sequence[tuple[int, ...]], width: int, fill: int) -> Ints:
@@ -141,42 +117,42 @@ def runs(keys: Ints) -> tuple[Ints, Ints]:
     return starts, np.diff(np.append(starts, len(keys)))
 
 
-def expand(start: Ints, count: Ints) -> tuple[Ints, Ints]:
-    """For each row i the numbers start[i], start[i] + 1, ... (count[i] of them): (i, number) of each, in order."""
-    rows = np.repeat(np.arange(len(count)), count)
-    within = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
-    return rows, start[rows] + within
-
-
 def _side(
-    layouts: Sequence[RankLayout], index: dict[str, int], boxes: Numbered[Box], strides: Numbered[tuple[int, ...]]
+    layouts: Sequence[RankLayout],
+    index: dict[str, int],
+    dtypes: Sequence[str],
+    boxes: Numbered[Box],
+    strides: Numbered[tuple[int, ...]],
 ) -> ShardTable:
-    shards: list[Shard] = []
-    buffers: list[BufferSpec] = []
-    tensor: list[int] = []
-    buffer: list[int] = []
-    described: list[int] = []
-    for layout in layouts:
-        first = len(buffers)
-        numbers = {spec.name: first + number for number, spec in enumerate(layout.buffers)}
-        buffers.extend(layout.buffers)
-        shards.extend(layout.shards)
-        described += [index[spec.name] for spec in layout.tensors]
-        tensor += [index.get(shard.tensor, -1) for shard in layout.shards]
-        buffer += [numbers.get(shard.buffer, -1) for shard in layout.shards]
-    ranks = ints(layout.rank for layout in layouts)
+    held = [columns_of(layout) for layout in layouts]
+    buffers = [spec for layout in layouts for spec in layout.buffers]
+    lists = {id(layout.tensors): layout.tensors for layout in layouts}
+    numbers = {key: ints([index[spec.name] for spec in specs]) for key, specs in lists.items()}
+    described = [numbers[id(layout.tensors)] for layout in layouts]
+    num_buffers = ints(len(layout.buffers) for layout in layouts)
+    rank = ints(layout.rank for layout in layouts)
+    num_shards = ints(map(len, held))
+
+    def column(parts: Iterable[Ints]) -> Ints:
+        return np.concatenate([ints(()), *parts])
+
     return ShardTable(
         layouts=tuple(layouts),
-        shards=tuple(shards),
-        rank=np.repeat(ranks, [len(layout.shards) for layout in layouts]),
-        tensor=ints(tensor),
-        box=boxes.numbers_of_shared([shard.box for shard in shards]),
-        buffer=ints(buffer),
-        offset=ints([shard.offset for shard in shards]),
-        strides=strides.numbers_of_shared([shard.strides for shard in shards]),
+        first=np.append(0, np.cumsum(num_shards)),
+        rank=np.repeat(rank, num_shards),
+        # Number -1, a name that no layout describes, stays -1.
+        tensor=column(np.append(names, -1)[each.tensor] for names, each in zip(described, held, strict=True)),
+        box=column(ints(boxes.numbers(each.boxes))[each.box] for each in held),
+        buffer=column(
+            np.where(each.buffer < 0, -1, each.buffer + start)
+            for each, start in zip(held, np.cumsum(num_buffers) - num_buffers, strict=True)
+        ),
+        offset=column(each.offset for each in held),
+        strides=column(ints(strides.numbers(each.steps))[each.strides] for each in held),
         buffers=tuple(buffers),
-        buffer_rank=np.repeat(ranks, [len(layout.buffers) for layout in layouts]),
+        buffer_rank=np.repeat(rank, num_buffers),
         buffer_size=ints([spec.num_elements for spec in buffers]),
-        described=ints(described),
-        described_rank=np.repeat(ranks, [len(layout.tensors) for layout in layouts]),
+        buffer_dtype=ints(Numbered(dtypes).numbers([spec.dtype for spec in buffers])),
+        described=column(described),
+        described_rank=np.repeat(rank, [len(layout.tensors) for layout in layouts]),
     )

@@ -11,7 +11,7 @@ from typing import Literal, overload
 import msgspec
 import numpy as np
 
-from megastream.plan.table import Ints
+from megastream.layout.columns import Ints
 
 Transform = Literal["none", "cast"]
 

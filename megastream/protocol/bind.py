@@ -7,8 +7,8 @@ import threading
 from typing import Any
 
 from megastream.families import FAMILIES
-from megastream.layout.shard import RankLayout
-from megastream.layout.wire import decode_layout, encode_layout
+from megastream.layout.shard import RankLayout, Side
+from megastream.layout.wire import decode_layouts, encode_layout
 from megastream.plan import build_plan
 from megastream.plan.types import Plan
 from megastream.protocol.control import ControlLog
@@ -29,11 +29,14 @@ def put_layout(log: ControlLog, blob: str, layout: RankLayout) -> None:
     log.put_blob(blob, encode_layout(layout))
 
 
-def plan_of(log: ControlLog, attach: Attach, engine_world_size: int, shelf: PlanShelf | None = None) -> Plan:
-    """The plan that an Attach asks for. Every layout must be there already: the Attach is written after them.
+def plan_of(
+    log: ControlLog, attach: Attach, engine_world_size: int, own: tuple[Side, int], shelf: PlanShelf | None = None
+) -> Plan:
+    """The plan that an Attach asks for, on the rank `own`, which proves its part of it.
 
-    ProtocolError names the family or the layout that is missing, or what broke the planner; ValueError what the plan
-    refuses. ControlError when the layouts cannot be fetched.
+    Every layout must be there already: the Attach is written after them. ProtocolError names the family or the layout
+    that is missing, or what broke the planner; ValueError what the plan refuses. ControlError when the layouts cannot
+    be fetched.
     """
     if attach.family not in FAMILIES:
         raise ProtocolError(f"model family {attach.family} has no table; known: {', '.join(sorted(FAMILIES))}")
@@ -41,36 +44,37 @@ def plan_of(log: ControlLog, attach: Attach, engine_world_size: int, shelf: Plan
     trainer = [_fetch(log, name) for name in names]
     engine = [_fetch(log, engine_blob(attach.engine, rank, attach.kind)) for rank in range(engine_world_size)]
     if shelf is None:
-        return _build(attach, trainer, engine)
-    return shelf.plan(attach, trainer, engine)
+        return _build(attach, trainer, engine, own)
+    return shelf.plan(attach, trainer, engine, own)
 
 
 class PlanShelf:
-    """Plans of one incarnation: engines with equal layouts share one. Threads may share it."""
+    """Plans of one incarnation on one rank: engines with equal layouts share one. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
-    def plan(self, attach: Attach, trainer: list[bytes], engine: list[bytes]) -> Plan:
+    def plan(self, attach: Attach, trainer: list[bytes], engine: list[bytes], own: tuple[Side, int]) -> Plan:
         options = (attach.kind, attach.family, attach.piece_bytes, attach.experts_per_unit, attach.finality)
         key = (*options, *(hashlib.sha256(blob).digest() for blob in (*trainer, *engine)))
         with self._lock:
             if key not in self._plans:
-                self._plans[key] = _build(attach, trainer, engine)
+                self._plans[key] = _build(attach, trainer, engine, own)
             return self._plans[key]
 
 
-def _build(attach: Attach, trainer: list[bytes], engine: list[bytes]) -> Plan:
+def _build(attach: Attach, trainer: list[bytes], engine: list[bytes], own: tuple[Side, int]) -> Plan:
     try:
         return build_plan(
-            [decode_layout(data) for data in trainer],
-            [decode_layout(data) for data in engine],
+            decode_layouts(trainer),
+            decode_layouts(engine),
             FAMILIES[attach.family],
             kind=attach.kind,
             piece_bytes=attach.piece_bytes,
             experts_per_unit=attach.experts_per_unit,
             finality=attach.finality,
+            own=own,
         )
     except ValueError:
         raise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
+from megastream.plan.manifest import source_totals
 from megastream.plan.types import Plan
 from megastream.protocol.records import (
     Attached,
@@ -128,14 +131,14 @@ class TrainerBook:
         self.emitted = {key: value for key, value in self.emitted.items() if key > (version, attempt)}
         if any(record.withdrawn for record in emitted.values()):
             return Withdrawn(attachment=self.attachment, incarnation=incarnation, version=version, attempt=attempt)
+        planned = source_totals(plan)
         for rank, record in sorted(emitted.items()):
-            pieces = plan.by_source.get(rank, ())
-            elements, num_bytes = sum(p.num_elements for p in pieces), sum(p.num_bytes for p in pieces)
-            if (record.pieces, record.elements, record.payload_bytes) != (len(pieces), elements, num_bytes):
+            totals = planned[rank]
+            if (record.pieces, record.elements, record.payload_bytes) != astuple(totals):
                 raise ProtocolError(
                     f"version {version}, attempt {attempt}: trainer rank {rank} emitted {record.pieces} pieces with "
-                    f"{record.elements} elements in {record.payload_bytes} bytes, the plan has {len(pieces)} pieces "
-                    f"with {elements} elements in {num_bytes} bytes"
+                    f"{record.elements} elements in {record.payload_bytes} bytes, the plan has {totals.pieces} pieces "
+                    f"with {totals.elements} elements in {totals.payload_bytes} bytes"
                 )
         return WeightsReady(
             attachment=self.attachment,

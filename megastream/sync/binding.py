@@ -143,7 +143,8 @@ class Binder:
 
     def bind(self, journal: Journal, attach: Attach, book: TrainerBook) -> Plan:
         """Builds the plan and waits until every rank of both sides has built the same one."""
-        plan = plan_of(self._log, attach, journal.engine_world_size(attach.engine), self._plans)
+        world_size = journal.engine_world_size(attach.engine)
+        plan = plan_of(self._log, attach, world_size, ("trainer", self._rank), self._plans)
         self._log.append(Bound(attachment=attach.attachment, side="trainer", rank=self._rank, digest=plan.digest))
         if self._rank == 0:
             journal.wait(

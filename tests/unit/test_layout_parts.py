@@ -176,7 +176,7 @@ def test_wire_round_trip_and_refusals() -> None:
     for broken in (raw[:-1], b"", b"\x93\x01\x02\x03"):
         with pytest.raises(ValueError, match="cannot be read"):
             decode_layout(broken)
-    with pytest.raises(ValueError, match="wire version 9, this side reads 1"):
+    with pytest.raises(ValueError, match="wire version 9, this side reads 2"):
         decode_layout(raw[:1] + b"\x09" + raw[2:])
     orphan = replace(first.shards[0], buffer="nowhere")
     with pytest.raises(ValueError, match="buffer nowhere"):

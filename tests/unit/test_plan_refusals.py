@@ -117,7 +117,7 @@ def test_parameters_given_twice_are_refused() -> None:
     plant = world()
     plant.trainer[0] = replace(
         plant.trainer[0],
-        shards=plant.trainer[0].shards + tuple(replace(shard, buffer="d0") for shard in both.shards[1:]),
+        shards=(*plant.trainer[0].shards, *(replace(shard, buffer="d0") for shard in both.shards[1:])),
     )
     with pytest.raises(ValueError, match=r"model.layers.0.input_layernorm.weight: trainer rank 0 holds .* twice"):
         plant.plan()

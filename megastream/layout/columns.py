@@ -1,0 +1,240 @@
+"""The shards of a rank as columns of numbers; a `Shard` is made when somebody asks for it.
+
+A large model has hundreds of thousands of shards on all ranks, but a rank has only a few dozen different boxes and
+strides: its layers repeat them. Layouts are described, sent and planned in this form.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, count
+from typing import Generic, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from megastream.layout.box import Box
+from megastream.layout.pattern import Pattern
+from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
+
+Ints = npt.NDArray[np.int64]
+ItemT = TypeVar("ItemT", bound=Hashable)
+
+
+class Numbered(Generic[ItemT]):
+    """Numbers equal things equally, from 0 on, in the order in which they are first seen."""
+
+    def __init__(self, items: Iterable[ItemT] = ()) -> None:
+        self._index: dict[ItemT, int] = defaultdict(count().__next__)
+        self.numbers(items)
+
+    def numbers(self, items: Iterable[ItemT]) -> list[int]:
+        """The number of each item."""
+        return list(map(self._index.__getitem__, items))
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def items(self) -> list[ItemT]:
+        """Item number i at index i."""
+        return list(self._index)
+
+
+def ints(numbers: Iterable[int]) -> Ints:
+    return np.fromiter(numbers, np.int64)
+
+
+def packed(*columns: Ints) -> Ints:
+    """Rows of numbers, none negative, as one number each, in the rows' order: equal rows give equal ones."""
+    keys = np.zeros_like(columns[0])
+    for column in columns:
+        keys = keys * (column.max(initial=0) + 1) + column
+    return keys
+
+
+def first_use(keys: Ints) -> tuple[Ints, Ints]:
+    """Keys numbered from 0 in the order in which they first stand there: the number of each, the first row of each."""
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    return number[inverse], first[order]
+
+
+def expand(start: Ints, count: Ints) -> tuple[Ints, Ints]:
+    """For each row i the numbers start[i], start[i] + 1, ... (count[i] of them): (i, number) of each, in order."""
+    rows = np.repeat(np.arange(len(count)), count)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
+    return rows, start[rows] + within
+
+
+@dataclass(frozen=True, eq=False)
+class ShardColumns(Sequence[Shard]):
+    """Row for row a shard of `rank`. `tensor` and `buffer` count in the layout's `tensors` and `buffers`, `box` and
+    `strides` in `boxes` and `steps`, which stand in the order of their first use.
+
+    A number of -1 (only in what `columns_of` made of listed shards): the layout describes no such tensor or buffer.
+    """
+
+    rank: int
+    tensors: tuple[TensorSpec, ...]
+    buffers: tuple[BufferSpec, ...]
+    boxes: tuple[Box, ...]
+    steps: tuple[tuple[int, ...], ...]
+    tensor: Ints
+    box: Ints
+    buffer: Ints
+    offset: Ints
+    strides: Ints
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __iter__(self) -> Iterator[Shard]:
+        columns = (column.tolist() for column in (self.tensor, self.box, self.buffer, self.offset, self.strides))
+        for tensor, box, buffer, offset, strides in zip(*columns, strict=True):
+            name, held_in = self.tensors[tensor].name, self.buffers[buffer].name
+            yield Shard(name, self.boxes[box], self.rank, held_in, offset, self.steps[strides])
+
+    @overload
+    def __getitem__(self, index: int) -> Shard: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Shard, ...]: ...
+    def __getitem__(self, index: int | slice) -> Shard | tuple[Shard, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        row = range(len(self))[index]
+        return Shard(
+            self.tensors[self.tensor[row]].name,
+            self.boxes[self.box[row]],
+            self.rank,
+            self.buffers[self.buffer[row]].name,
+            int(self.offset[row]),
+            self.steps[self.strides[row]],
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def columns_of(layout: RankLayout) -> ShardColumns:
+    """A layout's shards as columns, in whichever form it has them. A shard of another rank has tensor -1."""
+    shards, tensors, buffers = layout.shards, layout.tensors, layout.buffers
+    if isinstance(shards, ShardColumns) and (shards.rank, shards.tensors, shards.buffers) == (
+        layout.rank,
+        tensors,
+        buffers,
+    ):
+        return shards
+    known = {spec.name: number for number, spec in enumerate(tensors)}
+    lie_in = {spec.name: number for number, spec in enumerate(buffers)}
+    boxes, steps = Numbered[Box](), Numbered[tuple[int, ...]]()
+    return ShardColumns(
+        rank=layout.rank,
+        tensors=tensors,
+        buffers=buffers,
+        tensor=ints([known.get(each.tensor, -1) if each.rank == layout.rank else -1 for each in shards]),
+        box=ints(boxes.numbers(each.box for each in shards)),
+        buffer=ints([lie_in.get(each.buffer, -1) for each in shards]),
+        offset=ints([each.offset for each in shards]),
+        strides=ints(steps.numbers(each.strides for each in shards)),
+        boxes=tuple(boxes.items),
+        steps=tuple(steps.items),
+    )
+
+
+class Parameters:
+    """Parameters one after the other, before anything is cut: ranks that hold the same ones share it.
+
+    Parameters of one `kind` lie alike on any rank: one pattern serves all of them.
+    """
+
+    def __init__(self) -> None:
+        self.examples: list[int] = []
+        """The first parameter of each kind."""
+        self._kinds: dict[Hashable, int] = {}
+        self._names = Numbered[str]()
+        self._specs: dict[str, TensorSpec] = {}
+        self._rows: list[tuple[int, int, int, int]] = []
+        self._tensors: list[int] = []
+
+    def add(self, kind: Hashable, tensors: Sequence[TensorSpec], buffer: int, base: int) -> None:
+        """A parameter of these tensors, from element `base` of buffer number `buffer` on."""
+        number = self._kinds.setdefault(kind, len(self.examples))
+        if number == len(self.examples):
+            self.examples.append(len(self._rows))
+        names = [spec.name for spec in tensors]
+        self._rows.append((number, len(self._tensors), buffer, base))
+        self._specs.update(zip(names, tensors, strict=True))
+        self._tensors += self._names.numbers(names)
+
+    def renamed(self, tensors: Iterable[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:
+        """All tensors, when the parameters are of these instead: of each as many, and in the same order."""
+        specs = dict(zip(self._tensors, chain.from_iterable(tensors), strict=True))
+        return tuple([specs[number] for number in range(len(specs))])
+
+    def shards(
+        self,
+        rank: int,
+        buffers: tuple[BufferSpec, ...],
+        patterns: Sequence[Pattern],
+        *,
+        kept: Sequence[Pattern] | None = None,
+        specs: tuple[TensorSpec, ...] | None = None,
+    ) -> ShardColumns:
+        """The shards of a rank on which kind i lies like `patterns[i]`. Of parameter j it holds only `kept[j]`, if
+        given; it describes the tensors of whole patterns all the same. `specs`: those of `renamed`."""
+        kind = self._columns[0]
+        _, tensor, _ = self._parts(patterns, kind)
+        used = np.unique(tensor)
+        if kept is not None:
+            patterns, kind = kept, np.arange(len(kept))
+        param, tensor, part = self._parts(patterns, kind)
+        parts = [part for pattern in patterns for part in pattern.parts]
+        boxes, steps = Numbered[Box](), Numbered[tuple[int, ...]]()
+        box, box_rows = first_use(ints(boxes.numbers([each.region.box for each in parts]))[part])
+        strides, step_rows = first_use(ints(steps.numbers([each.strides for each in parts]))[part])
+        _, _, buffer, base = self._columns
+        return ShardColumns(
+            rank=rank,
+            tensors=_picked(self._all_specs if specs is None else specs, used),
+            buffers=buffers,
+            boxes=tuple(parts[row].region.box for row in part[box_rows].tolist()),
+            steps=tuple(parts[row].strides for row in part[step_rows].tolist()),
+            tensor=np.searchsorted(used, tensor),
+            box=box,
+            buffer=buffer[param],
+            offset=base[param] + ints([each.offset for each in parts])[part],
+            strides=strides,
+        )
+
+    def _parts(self, patterns: Sequence[Pattern], kind: Ints) -> tuple[Ints, Ints, Ints]:
+        """(parameter, tensor, part) of every part of every parameter; parts count through all patterns."""
+        num = ints([len(pattern.parts) for pattern in patterns])
+        param, part = expand((np.cumsum(num) - num)[kind], num[kind])
+        index = ints([part.index for pattern in patterns for part in pattern.parts])
+        return param, self._tensor_numbers[self._columns[1][param] + index[part]], part
+
+    @cached_property
+    def _columns(self) -> tuple[Ints, ...]:
+        """kind, first of its tensors, buffer and base of every parameter."""
+        return tuple(np.array(self._rows, dtype=np.int64).reshape(-1, 4).T)
+
+    @cached_property
+    def _tensor_numbers(self) -> Ints:
+        return ints(self._tensors)
+
+    @cached_property
+    def _all_specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(self._specs.values())
+
+
+def _picked(specs: tuple[TensorSpec, ...], used: Ints) -> tuple[TensorSpec, ...]:
+    """Ranks that hold parts of all tensors share one tuple."""
+    return specs if len(used) == len(specs) else tuple(specs[number] for number in used.tolist())
