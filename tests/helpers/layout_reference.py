@@ -7,15 +7,26 @@ Numbers are unique integers, so that a conversion is a pure re-arrangement and a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from megastream.families import Family, ModelShape, family_of, load_shape
-from tests.helpers.reference_blocks import Arrays, EngineRank, num_experts, part
-from tests.helpers.reference_families import REFERENCES, Reference, config
+from tests.helpers.reference_blocks import EXPERT_COUNTS, Arrays, EngineRank, num_experts, part
+from tests.helpers.reference_families import REFERENCES, TINY, Reference, config
 
-__all__ = ["Model", "config", "megatron_rank", "qwen2_config", "split_layers", "vllm_experts", "vllm_rank"]
+__all__ = [
+    "Model",
+    "awkward",
+    "config",
+    "megatron_rank",
+    "qwen2_config",
+    "split_layers",
+    "tiny",
+    "vllm_experts",
+    "vllm_rank",
+]
 
 
 def qwen2_config(**changes: Any) -> dict[str, Any]:
@@ -69,6 +80,23 @@ class Model:
         return self._layers[layer]
 
 
+@cache
+def awkward(family: str) -> Model:
+    """7 layers, 12 experts, vocabulary 101, 2 key/value heads, head_dim unlike hidden / heads."""
+    return Model(REFERENCES[family].config())
+
+
+@cache
+def tiny(family: str, tied: bool, twelve: bool = False) -> Model:
+    """3 layers, 4 experts, vocabulary 11; or 12 experts and vocabulary 101."""
+    reference = REFERENCES[family]
+    changes = {**TINY, **reference.small, "tie_word_embeddings": tied}
+    if twelve:
+        experts = {key: reference.base[key] for key in EXPERT_COUNTS if key in reference.base}
+        changes |= {**experts, "vocab_size": reference.base["vocab_size"]}
+    return Model(reference.config(**changes))
+
+
 def pad_rows(array: np.ndarray, multiple: int) -> np.ndarray:
     """NaN rows up to a multiple: padding must never travel."""
     missing = -len(array) % multiple
@@ -92,11 +120,14 @@ def megatron_rank(model: Model, at: dict[str, int], layers: list[int], te: bool,
     return params
 
 
-def vllm_rank(
-    model: Model, tp: int, tp_size: int, ep: bool, stage: int, stages: list[list[int]]
-) -> tuple[Arrays, list[str]]:
-    """(parameters of one vLLM rank in loader layout, names of those that no forward reads)."""
+def vllm_rank(model: Model, at: dict[str, int], ep: bool, stages: list[list[int]]) -> tuple[Arrays, list[str]]:
+    """(parameters of one vLLM rank in loader layout, names of those that no forward reads).
+
+    Experts are placed, or cut, over tensor and data parallel ranks together (`FusedMoEParallelConfig`), tensor fastest.
+    """
     hf, c, reference = model.tensors, model.raw, model.reference
+    tp, tp_size, stage = at["tp"], at["tp_size"], at["pp"]
+    index, count = at["dp"] * tp_size + tp, at["dp_size"] * tp_size
     first, last = stage == 0, stage == len(stages) - 1
     multiple = int(np.lcm(64, tp_size))
     params: Arrays = {}
@@ -107,11 +138,11 @@ def vllm_rank(
         params[norm] = hf["model.norm.weight"]
     if (last or "head" in reference.spares) and not (c["tie_word_embeddings"] and first and last):
         params[head] = part(pad_rows(model.head, multiple), tp, tp_size)
-    experts = vllm_experts(model.num_experts, tp, tp_size) if ep else list(range(model.num_experts))
-    at = EngineRank(tp, tp_size, experts, (0, 1) if ep else (tp, tp_size))
+    experts = vllm_experts(model.num_experts, index, count) if ep else list(range(model.num_experts))
+    rank = EngineRank(tp, tp_size, experts, (0, 1) if ep else (index, count))
     for layer in stages[stage]:
         for block in reference.blocks(c, layer):
-            held = block.vllm(model.layer(layer), c, at)
+            held = block.vllm(model.layer(layer), c, rank)
             params |= {f"model.layers.{layer}.{name}": array for name, array in held.items()}
     unread = ([] if first else [embed]) + ([] if last else [norm, head])
     return params, [name for name in unread if name in params]

@@ -77,7 +77,8 @@ def _add_trainer(world: World, mesh: Mesh, rank: int, arrays: Arrays, bucket: in
             counts[group] += 1
     params, buffers, owned = [], [], {}
     for key, items in contents.items():
-        owners, index = (at["edp_size"], at["edp"]) if key[0] == "e" else (at["dp_size"], at["dp"])
+        dense = at["dp_size"] * at["cp_size"], at["dp"] * at["cp_size"] + at["cp"]
+        owners, index = (at["edp_size"], at["edp"]) if key[0] == "e" else dense
         flat: list[np.ndarray] = []
         for name, array in items:
             params.append(TrainerParam(name, array.shape, key, sum(map(len, flat))))
@@ -107,8 +108,9 @@ def _add_trainer(world: World, mesh: Mesh, rank: int, arrays: Arrays, bucket: in
 
 def _add_engine(world: World, mesh: Mesh, rank: int, layers: list[list[int]]) -> None:
     at = engine_coords(mesh, rank)
-    arrays, unused = vllm_rank(world.model, at["tp"], mesh.tp, mesh.ep > 1, at["pp"], layers)
-    experts = vllm_experts(world.model.num_experts, at["tp"], mesh.tp) if mesh.ep > 1 else None
+    arrays, unused = vllm_rank(world.model, at, mesh.ep > 1, layers)
+    rank_of_experts = at["dp"] * mesh.tp + at["tp"], mesh.dp * mesh.tp
+    experts = vllm_experts(world.model.num_experts, *rank_of_experts) if mesh.ep > 1 else None
     slots = tuple(experts or range(world.model.num_experts))
     params = [
         EngineParam(name, array.shape, "float32", slots if "routed_experts" in name else None)

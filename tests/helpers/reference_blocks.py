@@ -31,9 +31,12 @@ def part(array: np.ndarray, index: int, count: int, dim: int = 0) -> np.ndarray:
     return np.split(array, count, axis=dim)[index]
 
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
 def num_experts(c: Config) -> int:
     """Routed experts, under any of the names that configs have for them."""
-    return int(next((c[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in c), 0))
+    return int(next((c[key] for key in EXPERT_COUNTS if key in c), 0))
 
 
 @dataclass(frozen=True)

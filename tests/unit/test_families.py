@@ -1,17 +1,15 @@
-"""Every family in FAMILIES, against arrays cut by hand: a new one is taken up here by itself, and needs a reference."""
+"""Every family in FAMILIES, against what is written by hand: a new one is taken up by itself, and needs a reference.
+
+Its layouts, pair by pair: `test_family_pairs.py`.
+"""
 
 from __future__ import annotations
 
 import json
-import random
-from functools import cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from megastream.convert.types import ConvertError
@@ -21,21 +19,9 @@ from megastream.layout.mesh import parse_engine_mesh, parse_trainer_mesh
 from megastream.layout.shard import RankLayout
 from megastream.layout.synthetic import engine_layouts, trainer_layouts
 from tests.helpers.convert_models import converted
-from tests.helpers.layout_reference import Model
+from tests.helpers.layout_reference import Model, awkward, tiny
 from tests.helpers.layout_world import differing, make_world
 from tests.helpers.reference_families import REFERENCES, TINY
-
-
-@cache
-def awkward(family: str, **changes: object) -> Model:
-    """7 layers, 12 experts, vocabulary 101, 2 key/value heads, head_dim unlike hidden / heads."""
-    return Model(REFERENCES[family].config(**changes))
-
-
-@cache
-def tiny(family: str, tied: bool) -> Model:
-    reference = REFERENCES[family]
-    return Model(reference.config(**{**TINY, **reference.small, "tie_word_embeddings": tied}))
 
 
 def test_every_family_has_a_reference() -> None:
@@ -149,83 +135,3 @@ def test_correction_biases_stay_fp32_in_a_bf16_model(family: str, tensors: int) 
         dtypes = {spec.name: spec.dtype for spec in layout.buffers}
         held = {shard.tensor: dtypes[shard.buffer] for shard in layout.shards}
         assert {held[spec.name] for spec in specs} == {"float32"}
-
-
-PAIRS = [
-    # trainer, its stages, engine, its stages, who sends, Transformer Engine's names
-    pytest.param("tp2 etp1 pp2 ep2", (4, 3), "tp2 ep2", (7,), "slice", True),
-    pytest.param("pp3 ep4 dp4", (3, 2, 2), "tp2 ep2", (7,), "replica", True, marks=pytest.mark.full),
-    pytest.param("tp2 etp1 pp2 ep4 dp2", (3, 4), "tp4 pp3", (2, 3, 2), "slice", False, marks=pytest.mark.full),
-    pytest.param("tp4 etp2 ep2 dp1", (7,), "tp8 ep8", (7,), "replica", False, marks=pytest.mark.full),
-    pytest.param("tp1 dp3", (7,), "pp3", (2, 3, 2), "slice", True, marks=pytest.mark.full),
-]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("trainer", "stages", "engine", "engine_stages", "ownership", "te"), PAIRS)
-def test_awkward_sizes_arrive_once(family, trainer, stages, engine, engine_stages, ownership, te) -> None:
-    sides = dict(trainer_stages=stages, engine_stages=engine_stages, ownership=ownership, te=te)
-    world = make_world(awkward(family), trainer, engine, **sides)
-    plan = world.plan(1 << 16)
-    assert differing(world, plan) == []
-    assert plan.payload_bytes == 4 * sum(int((array == array).sum()) for array in world.expected.values())
-
-
-Pair = tuple[str, tuple[int, ...], str, tuple[int, ...]]
-
-
-def all_pairs() -> list[Pair]:
-    """Every valid pair of layouts for 3 layers, 4 experts, 4 query and 2 key/value heads, up to 2 * ep replicas."""
-    splits = [(3,), (1, 2), (2, 1), (1, 1, 1)]
-    trainers = []
-    for (tp, etp), ep, more in product([(1, 1), (2, 1), (2, 2), (1, 2), (4, 2), (4, 1)], (1, 2, 4), (1, 2)):
-        dp = max(etp * ep // tp, 1) * more
-        dp = dp if tp * dp % (etp * ep) == 0 else dp * 2
-        if ep == 1 and etp > tp:
-            continue  # Megatron would reduce unlike shards of experts with each other, in its dense buckets
-        trainers += [(f"tp{tp} etp{etp} ep{ep} dp{dp} pp{len(stages)}", stages) for stages in splits]
-    sizes = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 4)]
-    engines = [(f"tp{tp} ep{ep} pp{len(stages)}", stages) for (tp, ep), stages in product(sizes, splits)]
-    return [(*trainer, *engine) for trainer, engine in product(dict.fromkeys(trainers), engines)]
-
-
-def check(family: str, pair: Pair, ownership: str, tied: bool, te: bool, bucket: int, experts_per_unit: int) -> None:
-    """Every element of every engine rank arrives once, into targets that were NaN."""
-    trainer, stages, engine, engine_stages = pair
-    world = make_world(
-        tiny(family, tied),
-        trainer,
-        engine,
-        trainer_stages=stages,
-        engine_stages=engine_stages,
-        ownership=ownership,
-        te=te,
-        bucket=bucket,
-        pad=4,
-    )
-    assert differing(world, world.plan(1 << 12, experts_per_unit)) == [], pair
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    pair=st.sampled_from(all_pairs()),
-    ownership=st.sampled_from(["replica", "slice"]),
-    tied=st.booleans(),
-    te=st.booleans(),
-    bucket=st.sampled_from([500, 1 << 30]),
-    experts_per_unit=st.integers(1, 5),
-)
-def test_any_layouts(family, pair, ownership, tied, te, bucket, experts_per_unit) -> None:
-    check(family, pair, ownership, tied, te, bucket, experts_per_unit)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_five_hundred_pairs_of_layouts(family: str) -> None:
-    """All distinct; the same ones in every run."""
-    draw = random.Random(family)
-    for pair in draw.sample(all_pairs(), 500):
-        options = draw.choice(["replica", "slice"]), draw.random() < 0.5, draw.random() < 0.5
-        check(family, pair, *options, bucket=draw.choice([500, 1 << 30]), experts_per_unit=draw.randint(1, 5))
