@@ -30,7 +30,9 @@ def read_hf(folder: Path, model: Model) -> Holding:
         if wanted is not None and wanted != stored.keys():
             odd = sorted(wanted ^ stored.keys())[0]
             there, where = (INDEX, folder / file) if odd in wanted else (folder / file, INDEX)
-            raise ConvertError(f"{folder}: {odd} is in {there}, not in {where}; the index belongs to other files")
+            raise ConvertError(
+                f"{folder}: {odd} is in {there}, not in {where}; the index belongs to other files, take all of one save"
+            )
         for name, entry in stored.items():
             if name in found:
                 raise ConvertError(f"{folder}: {name} is in {found[name][0]} and in {file}; keep one of the files")

@@ -70,7 +70,9 @@ def read_mp_rank(folder: Path, model: Model, layout: str | None) -> Holding:
         params: dict[str, TensorSpec] = {}
         for name, ref in _parameters(folder / rank.file, stored, rank, mesh, model):
             if name in params:
-                raise ConvertError(f"{folder / rank.file}: two parameters are {name}; layers or experts collide")
+                raise ConvertError(
+                    f"{folder / rank.file}: two parameters are {name}; layers or experts collide, save it again"
+                )
             params[name] = TensorSpec(name, ref.shape, ref.storage.dtype)
             extents[number, name] = Extent(rank.file, stored.start(ref, f"{name} in {folder / rank.file}"))
         left_out += [f"{rank.file}: {key}" for key in stored.tree if not key.startswith("model")]

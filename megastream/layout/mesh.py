@@ -148,6 +148,8 @@ def engine_stage_layers(mesh: Mesh, num_layers: int, stage: int) -> tuple[int, .
     """Global layers of a vLLM stage: remainder layers go to stages before the last (vllm get_pp_indices)."""
     if mesh.stages is not None:
         return _explicit(mesh.stages, num_layers, stage, "engine")
+    if mesh.pp > num_layers:
+        raise ValueError(f"engine layout {mesh}: {mesh.pp} stages for {num_layers} layers; each needs one")
     sizes = [num_layers // mesh.pp] * mesh.pp
     for index in range(2, num_layers % mesh.pp + 2):
         sizes[-index] += 1

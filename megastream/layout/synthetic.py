@@ -191,6 +191,8 @@ def engine_params(
     `names` inside layers, and `patterns`, are shared by whoever asks for many ranks.
     """
     patterns = patterns or Patterns(family, shape)
+    if 0 < shape.num_experts < mesh.ep:
+        raise ValueError(f"engine layout {mesh}: {shape.num_experts} experts for ep={mesh.ep} ranks; each needs one")
     if names is None:
         names = tuple(family.engine_names(shape, engine_stage_layers(mesh, shape.num_layers, coords["pp"])))
     outer = family.outer_names("engine", shape)

@@ -68,6 +68,8 @@ def test_sizes_that_cannot_be(tmp_path: Path, changes: dict[str, Any], words: st
         ({"trainer": "tp3"}, "4 attention heads do not divide by tp=3"),
         ({"engine": "pp5"}, "5 stages for 4 layers"),
         ({"trainer": "pp8"}, "8 stages for 4 layers"),
+        ({"engine": "tp4 dp4 ep16"}, "8 experts for ep=16 ranks; each needs one"),
+        ({"trainer": "ep16"}, "8 experts do not divide by ep=16"),
         ({"trainer": "tp٣"}, "cannot read 'tp٣'"),
         ({"trainer": "tp²"}, "cannot read"),
         ({"trainer": "pp" + "9" * 5000}, "cannot read"),
