@@ -185,6 +185,7 @@ _NOT_IN_BACKWARD = (
     ("defer_embedding_wgrad_compute", "the embedding's gradient comes after the backward"),
     ("delay_wgrad_compute", "gradients come after the hooks that announce them"),
     ("overlap_moe_expert_parallel_comm", "gradients come after the hooks that announce them"),
+    ("overlap_dispatch_backward_with_experts_wgrad", "gradients come after the hooks that announce them"),
     ("enable_cuda_graph", "a replayed graph runs no hooks"),
     ("external_cuda_graph", "a replayed graph runs no hooks"),
     ("grad_sync_func", "only the first stage would be told of its last microbatch"),

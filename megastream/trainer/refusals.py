@@ -5,6 +5,7 @@ Every refusal is one line: the setting, its value, the reason, the remedy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from megastream.trainer.compat import UnsupportedTrainer
 
 Refusals = tuple[tuple[str, str, str], ...]
 """(setting, why, remedy); a setting that is None, False, 0 or missing is fine."""
+Onlys = tuple[tuple[str, Any, str, str], ...]
+"""(setting, the one value that is fine, why, remedy); a setting that is missing is fine, too."""
 
 _OPTIMIZER: Refusals = (
     ("fp16", "whether a step counts is known only after all gradients were unscaled", "use bf16"),
@@ -20,11 +23,13 @@ _OPTIMIZER: Refusals = (
     ("optimizer_cpu_offload", "its masters move between devices inside the step", "switch it off"),
     ("overlap_param_gather_with_optimizer_step", "weights would still arrive after the step", "switch it off"),
     ("reuse_grad_buf_for_mxfp8_param_ag", "a bucket's bytes would not be the weights", "switch it off"),
+    ("optimizer_cuda_graph", "its step count is on the GPU, and each bucket would advance it", "switch it off"),
 )
 _DDP: Refusals = (
     ("overlap_param_gather", "weights would still arrive during the next forward", "switch it off"),
     ("use_megatron_fsdp", "its parameters are sharded in another way", "switch it off"),
     ("fp8_param_gather", "a bucket's bytes would not be the weights", "switch it off"),
+    ("fp4_param_gather", "a bucket's bytes would not be the weights", "switch it off"),
 )
 _MODEL: Refusals = (
     ("mtp_num_layers", "no family table has the weights of multi-token prediction layers", "leave them out"),
@@ -33,7 +38,25 @@ _MODEL: Refusals = (
     ("moe_use_legacy_grouped_gemm", "one parameter would hold all experts of a rank", "switch it off"),
     ("fp8", "a bucket's bytes would not be the weights", "train in bf16"),
     ("fp4", "a bucket's bytes would not be the weights", "train in bf16"),
+    ("mtp_detach_heads", "the gradients of these heads are clipped by a norm of their own", "switch it off"),
+    ("moe_single_grouped_weight", "one parameter would hold all experts of a rank", "switch it off"),
+    ("moe_mlp_glu_interleave_size", "gate and up would lie in turns in one weight", "leave it out"),
+    ("moe_shared_expert_glu_interleave_size", "gate and up would lie in turns in one weight", "leave it out"),
+    ("use_mup", "activations and logits are scaled by factors that no engine has", "switch it off"),
 )
+_OPTIMIZER_ONLY: Onlys = (
+    ("optimizer", "adam", "only adam steps elementwise", "use adam"),
+    ("grad_norm_skip_threshold", math.inf, "steps above it are skipped by stock alone", "leave it out"),
+)
+_DDP_ONLY: Onlys = (
+    ("num_distributed_optimizer_instances", 1, "a bucket would have owners in several groups", "set it to 1"),
+    ("use_distributed_optimizer", True, "the steppers step the owners' slices", "set it to True"),
+)
+_MODEL_ONLY: Onlys = (
+    ("gtp_weight_remat_size", 1, "gradients change after their reduction", "shard weights by TP alone"),
+    ("expert_gtp_weight_remat_size", 1, "gradients change after their reduction", "shard experts by ETP alone"),
+)
+_BALANCING = "moe_router_load_balancing_type"
 
 
 def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
@@ -44,26 +67,27 @@ def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
                 f"model chunk {type(chunk).__name__} is not supported: its gradients are not in Megatron's buckets; "
                 "wrap it in megatron.core.distributed.DistributedDataParallel"
             )
-    ddp = chunks[0].ddp_config
-    _refuse("TransformerConfig", chunks[0].config, _MODEL)
-    _refuse("DistributedDataParallelConfig", ddp, _DDP)
-    _refuse("OptimizerConfig", optimizer.config, _OPTIMIZER)
-    if (name := optimizer.config.optimizer) != "adam":
+    for owner, config, off, only in (
+        ("TransformerConfig", chunks[0].config, _MODEL, _MODEL_ONLY),
+        ("DistributedDataParallelConfig", chunks[0].ddp_config, _DDP, _DDP_ONLY),
+        ("OptimizerConfig", optimizer.config, _OPTIMIZER, _OPTIMIZER_ONLY),
+    ):
+        _refuse_on(owner, config, off)
+        _refuse_other(owner, config, only)
+    if (balancing := getattr(chunks[0].config, _BALANCING, "none")) == "quantile_balancing":
         raise UnsupportedTrainer(
-            f"OptimizerConfig.optimizer={name!r} is not supported: only adam steps elementwise; use adam"
-        )
-    if (instances := ddp.num_distributed_optimizer_instances) != 1:
-        raise UnsupportedTrainer(
-            f"num_distributed_optimizer_instances={instances} is not supported: "
-            "a bucket would have owners in several groups; set it to 1"
-        )
-    if not ddp.use_distributed_optimizer:
-        raise UnsupportedTrainer(
-            "use_distributed_optimizer=False is not supported: the steppers step the owners' slices; set it to True"
+            f"TransformerConfig.{_BALANCING}={balancing} is not supported: it routes by a bias that is no parameter, "
+            f"and no family table has it; choose another one"
         )
 
 
-def _refuse(owner: str, config: Any, table: Refusals) -> None:
+def _refuse_on(owner: str, config: Any, table: Refusals) -> None:
     for name, reason, remedy in table:
         if value := getattr(config, name, None):
             raise UnsupportedTrainer(f"{owner}.{name}={value} is not supported: {reason}; {remedy}")
+
+
+def _refuse_other(owner: str, config: Any, table: Onlys) -> None:
+    for name, only, reason, remedy in table:
+        if (value := getattr(config, name, only)) != only:
+            raise UnsupportedTrainer(f"{owner}.{name}={value!r} is not supported: {reason}; {remedy}")
