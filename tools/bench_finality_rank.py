@@ -71,7 +71,8 @@ class Model:
 
     def opens(self) -> None:
         assert self.emitter is not None
-        self.emitter.wait_packed()
+        if not self.emitter.is_packed_within(DEADLINE_S):
+            raise RuntimeError(f"the version before was not packed within {DEADLINE_S:g} s")
         if self.version:
             self.steps[-1]["slot_wait_s"] = self.emitter.drain().wait_s
         self.version, self.attempt = self.version + 1, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import astuple
 
 from megastream.plan.manifest import source_totals
@@ -21,6 +22,8 @@ from megastream.protocol.records import (
 from megastream.protocol.step_records import Connected, Withdrawn
 from megastream.protocol.terms import ProtocolError
 
+_KEPT_COMMITS = 16
+
 
 class TrainerBook:
     """Takes the records of one attachment in log order; records of others are not for it and are ignored."""
@@ -30,13 +33,14 @@ class TrainerBook:
         self.num_ranks = {"trainer": trainer_ranks, "engine": engine_ranks}
         self.bound: dict[tuple[str, int], Bound] = {}
         self.emitted: dict[tuple[int, int], dict[int, Emitted]] = {}
-        self.committed: list[Committed] = []
+        self.committed: deque[Committed] = deque(maxlen=_KEPT_COMMITS)
+        """The newest ones, oldest first."""
         self.connected: set[int] = set()
         """Trainer ranks whose lanes are open, of an engine that came late."""
         self.whole_version = -1
         """The newest one that has a manifest."""
-        self.settled_version = -1
-        """The newest one that has a manifest or was withdrawn: no rank has pieces of it on a lane any more."""
+        self.settled = (-1, -1)
+        """The newest (version, attempt) that has a manifest or was withdrawn: no rank has it on a lane any more."""
         self.lanes_open: LanesOpen | None = None
         self.attached: Attached | None = None
         self.detached: Detached | None = None
@@ -71,9 +75,10 @@ class TrainerBook:
             case Committed():
                 self.committed.append(record)
             case WeightsReady():
-                self.whole_version = self.settled_version = record.version
+                self.whole_version = record.version
+                self.settled = (record.version, record.attempt)
             case Withdrawn():
-                self.settled_version = record.version
+                self.settled = (record.version, record.attempt)
 
     @property
     def is_over(self) -> bool:
@@ -92,7 +97,7 @@ class TrainerBook:
         return max([*versions, self.attached.version if self.attached else -1])
 
     def committed_at(self, version: int) -> Committed | None:
-        """The commit that made `version` or a newer one live."""
+        """The commit that made `version` or a newer one live; the first of those that are kept."""
         return next((record for record in self.committed if record.version >= version), None)
 
     def is_poisoned_by(self, version: int) -> bool:

@@ -11,7 +11,7 @@ from megastream.protocol.book import TrainerBook
 from megastream.protocol.control import ControlLog
 from megastream.protocol.follow import Follower
 from megastream.protocol.records import Attach, EngineReady, Failed, Record, TrainerReady
-from megastream.protocol.step_records import Opened, Waiting
+from megastream.protocol.step_records import Opened, TakenBack, Waiting
 
 T = TypeVar("T")
 
@@ -42,11 +42,13 @@ class Journal:
         self.attaches: dict[str, Attach] = {}
         """Of this incarnation, by name, in their order."""
         self.books: dict[str, TrainerBook] = {}
-        self.openings: dict[int, Opened] = {}
-        """By version; only the newest two are kept."""
+        self.openings: dict[tuple[int, int], Opened] = {}
+        """By version and attempt; only those of the newest two versions are kept."""
         self.lasts: list[Opened] = []
         self.waiting: dict[int, list[float]] = {}
         """When ranks came to a version that was not open, in monotonic seconds; from the newest open one on."""
+        self.taken_back: dict[tuple[int, int], dict[int, TakenBack]] = {}
+        """By version and attempt, then by rank; from the newest opening on."""
         self.on_late: Callable[[Attach], None] = lambda attach: None
         """Called in the thread that reads the log when an engine attaches while training goes on."""
         self._follower = Follower(
@@ -163,6 +165,8 @@ class Journal:
                     self._take_opened(record)
                 case Waiting() if record.incarnation == self.incarnation:
                     self.waiting.setdefault(record.version, []).append(time.monotonic())
+                case TakenBack() if record.incarnation == self.incarnation:
+                    self.taken_back.setdefault((record.version, record.attempt), {})[record.rank] = record
                 case Failed() if record.incarnation == self.incarnation or self._is_early(record):
                     self._early = self._early or record
                 case _:
@@ -181,8 +185,10 @@ class Journal:
         if record.last:
             self.lasts.append(record)
             return
-        self.openings[record.version] = record
-        self.openings = {version: o for version, o in self.openings.items() if version >= record.version - 1}
+        key = record.version, record.attempt
+        self.openings[key] = record
+        self.openings = {of: opened for of, opened in self.openings.items() if of[0] >= record.version - 1}
+        self.taken_back = {of: ranks for of, ranks in self.taken_back.items() if of >= key}
         self.waiting = {version: since for version, since in self.waiting.items() if version >= record.version}
 
     def _is_early(self, record: Failed) -> bool:

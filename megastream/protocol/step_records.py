@@ -16,15 +16,27 @@ class Waiting(TaggedRecord, frozen=True, kw_only=True, tag="waiting"):
     rank: int
 
 
+class TakenBack(TaggedRecord, frozen=True, kw_only=True, tag="taken_back"):
+    """Nothing of (version, attempt) follows from this rank; `lagging` attachments still have some of it on a lane."""
+
+    incarnation: int
+    version: int
+    attempt: int
+    rank: int
+    lagging: tuple[str, ...] = ()
+
+
 class Opened(TaggedRecord, frozen=True, kw_only=True, tag="opened"):
     """Who takes `version`, decided once for all trainer ranks. The names are those of attachments.
 
-    `joins` get the version before it, whole, as a new attempt, before any weight changes. With `last` no version is
-    opened: training is at its end, and `joins` are those that do not have its last version.
+    `joins` get the version before it, whole, as a new attempt, before any weight changes. An `attempt` above 0 follows
+    one that every rank has taken back. With `last` no version is opened: training is at its end, and `joins` are those
+    that do not have its last version.
     """
 
     incarnation: int
     version: int
+    attempt: int = 0
     takes: tuple[str, ...] = ()
     joins: tuple[str, ...] = ()
     last: bool = False

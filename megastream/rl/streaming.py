@@ -77,7 +77,10 @@ class Streaming:
 
     def end(self, ok: bool) -> int | None:
         """After the optimizer step: its version, or None when the step did not count or nothing is streamed."""
-        if self._sync is None or not ok:
+        if self._sync is None:
+            return None
+        if not ok:
+            self._sync.skip()
             return None
         self._sync.accept()
         self._sync.finish()

@@ -127,6 +127,7 @@ def _train_synced(rank: Rank, one: Pass, sync: TrainerSync) -> None:
         result = stepper.step()
         final_unix_s = time.time()
         if not result.ok:
+            sync.skip()
             _write_step(rank, one, index, -1, loss, result, begin, final_unix_s, **_waits(sync))
             continue
         version = sync.next_version

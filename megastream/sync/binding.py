@@ -60,7 +60,7 @@ class Binder:
         self, log: ControlLog, trainer: TrainerModel, settings: TrainerSettings, *, rank: int, world_size: int
     ) -> None:
         self._log, self._trainer, self._settings = log, trainer, settings
-        self._rank, self._world_size = rank, world_size
+        self._rank, self.world_size = rank, world_size
         self._plans = PlanShelf()
 
     def announce(self) -> Journal:
@@ -72,7 +72,7 @@ class Binder:
         journal.start()
         self._log.append(
             TrainerReady(
-                incarnation=incarnation, rank=self._rank, world_size=self._world_size, library=self._trainer.library
+                incarnation=incarnation, rank=self._rank, world_size=self.world_size, library=self._trainer.library
             )
         )
         return journal
@@ -81,9 +81,9 @@ class Binder:
         """Rank 0: waits until engines and all trainer ranks are up, then says what is to be attached."""
         settings = self._settings
         journal.wait(
-            lambda: not journal.missing_trainers(self._world_size),
+            lambda: not journal.missing_trainers(self.world_size),
             settings.ready_s,
-            lambda: f"{', '.join(journal.missing_trainers(self._world_size))} to come up",
+            lambda: f"{', '.join(journal.missing_trainers(self.world_size))} to come up",
         )
         some = "an engine" if settings.engines == 1 else f"{settings.engines} engines"
         engines = journal.wait(
@@ -123,7 +123,7 @@ class Binder:
             kind=kind,
             family=self._trainer.family.name,
             base_version=base,
-            trainer_world_size=self._world_size,
+            trainer_world_size=self.world_size,
             finality=settings.finality,
             piece_bytes=settings.piece_bytes,
             experts_per_unit=settings.experts_per_unit,

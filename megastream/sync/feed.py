@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from contextlib import suppress
 
 from megastream.plan.types import Plan
@@ -16,6 +17,7 @@ from megastream.trainer.emit import Emitter
 from megastream.trainer.outgoing import EmitError, EmitReport
 from megastream.trainer.settings import TrainerSettings
 
+KEPT_REPORTS = 16
 CAUSE_S = 1.0  # how long a broken emission waits for the record that says who failed first
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,10 @@ class Feed:
         self.attach, self.plan, self._emitter = attach, plan, emitter
         self._closer: threading.Thread | None = None
         self._version = -1
-        self.reports: list[EmitReport] = []
+        self.reports: deque[EmitReport] = deque(maxlen=KEPT_REPORTS)
+        """The newest ones, oldest first."""
+        self._slot_waits_s: deque[float] = deque()
+        """Of what was reported since somebody asked."""
         self.lost = ""
 
     @property
@@ -117,14 +122,26 @@ class Feed:
         except EmitError as error:
             raise self._broken(error) from error
 
-    def withdraw(self, deadline_s: float) -> None:
-        """The open attempt does not count; what went out of it is said, so that it shows as wasted."""
+    def is_drained_within(self, seconds: float) -> bool:
+        """What is on the lanes of the open attempt has arrived, now or in so many seconds."""
         try:
-            report = self._emitter.withdraw(deadline_s)
+            return self._emitter.is_drained_within(seconds)
+        except EmitError as error:
+            raise self._broken(error) from error
+
+    def say_wasted(self) -> None:
+        """What went out of the open attempt, which was taken back and has arrived, is said: it shows as wasted."""
+        try:
+            report = self._emitter.drain(0.0)
         except EmitError as error:
             raise self._broken(error) from error
         if report.pieces:
             self._emitted(report)
+
+    def take_slot_wait_s(self) -> float:
+        """For how long packing waited for slots, in what has settled since the last call."""
+        waits_s = [self._slot_waits_s.popleft() for _ in range(len(self._slot_waits_s))]
+        return sum(waits_s)
 
     def lose(self, reason: str) -> FeedLost:
         """Ends the attachment for all, at once for this rank: from here on no weight is read for it."""
@@ -162,6 +179,7 @@ class Feed:
 
     def _emitted(self, report: EmitReport) -> None:
         self.reports.append(report)
+        self._slot_waits_s.append(report.wait_s)
         self._log.append(records.emitted(self.attach, self._rank, report))
 
     def _say_how_it_ended(self, version: int, attempt: int, train_step: int) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megastream.protocol.control import ControlLog
 from megastream.protocol.journal import Journal
-from megastream.protocol.step_records import Opened, Waiting
+from megastream.protocol.step_records import Opened, TakenBack, Waiting
 from megastream.sync import records
 from megastream.sync.binding import GRACE_S
 from megastream.sync.feed import CAUSE_S, Feed
@@ -31,9 +31,10 @@ class Opening:
     """What a step cost this rank before its weights could change, and who takes its version. Names of engines.
 
     `wait_s`: how long this rank waited for engines in all, of it `join_s` for those that joined. `slot_wait_s`: how
-    long the packing of the version before waited for slots, beside the training, for the slowest engine. `skipped`:
-    attached, but still busy with an older version, so that this one passes them by. `withdrawn`: an older version was
-    taken back from them on this rank, because it was not packed when the weights had to change.
+    long packing waited for slots, beside the training, for the slowest engine, in what has settled since the opening
+    before. `skipped`: attached, but still busy with an older version, or with an attempt at this one that was taken
+    back, so that this one passes them by. `withdrawn`: an older version was taken back from them on this rank, because
+    it was not packed when the weights had to change.
     """
 
     version: int = -1
@@ -67,24 +68,55 @@ class Boundary:
         `join_s`; SyncError when rank 0 says nothing.
         """
         begin = time.monotonic()
-        opened = self.journal.openings.get(version) or self._ask(version)
+        opened = self.journal.openings.get((version, 0)) or self._ask(version)
         asked = time.monotonic()
         joins = self.feeds.named(opened.joins)
         self.feeds.each(joins, lambda feed: self.resend(feed, newest))
         withdrawn = self._free_leases(joins)
         end = time.monotonic()
         self.feeds.taking = self.feeds.named(opened.takes)
-        busy = [feed for feed in self.feeds.all if feed.book.attached is not None and feed not in self.feeds.taking]
         return Opening(
             version,
             wait_s=end - begin,
             join_s=end - asked if joins else 0.0,
-            slot_wait_s=max((feed.reports[-1].wait_s for feed in self.feeds.all if feed.reports), default=0.0),
+            slot_wait_s=max((feed.take_slot_wait_s() for feed in self.feeds.all), default=0.0),
             takes=_engines(self.feeds.taking),
             joined=_engines(joins),
-            skipped=_engines(busy),
+            skipped=self._skipped(),
             withdrawn=_engines(withdrawn),
         )
+
+    def reopen(self, open_: Emission, opening: Opening) -> Opening:
+        """The open attempt does not count: it is taken back everywhere, and `feeds.taking` is who gets the next one.
+
+        Who still has some of it on a lane after `lag_s`, on any rank, skips the version. Blocks so long at most, and
+        for rank 0's word; SyncError when that does not come. `opening` is the version's so far.
+        """
+        begin, taking = time.monotonic(), self.feeds.taking
+        until = begin + min(self.settings.lag_s, self.settings.transfer_s)
+        lagging: list[str] = []
+
+        def await_arrival(feed: Feed) -> None:
+            if not feed.is_drained_within(max(until - time.monotonic(), 0.0)):
+                lagging.append(feed.attach.attachment)
+
+        self.feeds.each(taking, Feed.revoke)
+        self.feeds.each(taking, await_arrival)
+        self.log.append(
+            TakenBack(
+                incarnation=self.journal.incarnation,
+                version=open_.version,
+                attempt=open_.attempt,
+                rank=self.rank,
+                lagging=tuple(lagging),
+            )
+        )
+        takes = self.feeds.taking = self.feeds.named(self._await_opened(open_.version, open_.attempt + 1).takes)
+        self.feeds.each(takes, Feed.say_wasted)
+        left = [feed for feed in taking if feed not in takes]
+        self.feeds.each(left, lambda feed: feed.finish(open_.version, open_.attempt, open_.train_step))
+        wait_s = opening.wait_s + time.monotonic() - begin
+        return replace(opening, wait_s=wait_s, takes=_engines(self.feeds.taking), skipped=self._skipped())
 
     def last(self, newest: Emission, *, counts: bool) -> None:
         """Behind the last step: who skipped its version, or came late, gets it. Returns when it has left this rank.
@@ -136,15 +168,17 @@ class Boundary:
             return
         self.log.append(records.accepted(feed.attach, sent.version, sent.attempt, sent.train_step))
         if self.usher is not None:
-            self.usher.note_sent(feed.attach.attachment, sent.version)
+            self.usher.note_sent(feed.attach.attachment, sent.version, sent.attempt)
 
     def _ask(self, version: int) -> Opened:
         """Says that this rank waits: from then on the slow engines' time runs."""
         self.log.append(Waiting(incarnation=self.journal.incarnation, version=version, rank=self.rank))
+        return self._await_opened(version, 0)
+
+    def _await_opened(self, version: int, attempt: int) -> Opened:
         limit_s = 2 * self.settings.transfer_s + self.settings.lag_s
-        return self._wait(
-            lambda: self.journal.openings.get(version), limit_s, f"trainer rank 0 to open version {version}"
-        )
+        missing = f"trainer rank 0 to open version {version}" + (f", attempt {attempt}" if attempt else "")
+        return self._wait(lambda: self.journal.openings.get((version, attempt)), limit_s, missing)
 
     def _wait(self, check: Callable[[], Opened | None], limit_s: float, missing: str) -> Opened:
         return self.journal.wait(check, limit_s + GRACE_S, lambda: missing)
@@ -162,6 +196,11 @@ class Boundary:
         self.feeds.each([feed for feed in self.feeds.all if feed not in joins], lambda feed: free(feed, 0.0))
         self.feeds.each(joins, lambda feed: free(feed, max(until - time.monotonic(), 0.0)))
         return withdrawn
+
+    def _skipped(self) -> tuple[str, ...]:
+        """Engines that are attached and do not get the open version."""
+        taking = self.feeds.taking
+        return _engines(feed for feed in self.feeds.all if feed.book.attached is not None and feed not in taking)
 
 
 def _engines(feeds: Iterable[Feed]) -> tuple[str, ...]:

@@ -55,9 +55,9 @@ class TrainerSync:
         self._binder = Binder(log, trainer, settings, rank=rank, world_size=world_size)
         self._journal: Journal | None = None
         self._boundary: Boundary | None = None
-        self._open = Emission()
-        """The version that was opened last."""
-        self._accepted, self._ended = False, False
+        self._open, self._before = Emission(), Emission()
+        """The version that was opened last, and the accepted one before it."""
+        self._accepted, self._skipped, self._caught_up, self._ended = False, False, False, False
         self._held: list[str] = []
         """Final buckets of a version of kind `whole` that is not accepted yet."""
         self.opening = Opening()
@@ -119,12 +119,14 @@ class TrainerSync:
         return self._push_base(attaches, usher)
 
     def catch_up(self) -> None:
-        """Behind the last step: engines that skipped its version, or came late, get it now. Blocks; all ranks.
+        """Behind the last step: engines that do not have the newest version that counts get it now. Blocks; all ranks.
 
         Returns when it has left this rank for all of them; `wait_committed` waits until it is live.
         """
         self._feeds.check()
-        self._raising(lambda: self._bound.last(self._open, counts=self._accepted))
+        newest = self._before if self._skipped else self._open
+        self._raising(lambda: self._bound.last(newest, counts=self._accepted or self._skipped))
+        self._caught_up = True
 
     def finished(self, reason: str) -> None:
         """Ends every attachment once the last version is out and the engine has answered. Blocks; all ranks."""
@@ -161,8 +163,8 @@ class TrainerSync:
         """Opens a version before its optimizer step; the same number again opens its next attempt.
 
         When it returns, weights may change. Before that it waits, `settings.lag_s` at most, for engines that have not
-        acknowledged the version before; who is not done then skips this one. An engine that joins gets the newest
-        version now, which holds the step for `settings.join_s` at most.
+        acknowledged the version before, or what left of its last attempt; who is not done then skips this one. An
+        engine that joins gets the newest version now, which holds the step for `settings.join_s` at most.
         """
         feeds = self._feeds
         feeds.check()
@@ -171,12 +173,13 @@ class TrainerSync:
             raise ValueError(f"{self._who} begins version {version}, but version {expected} is next")
         if version == self._open.version:
             self._held = []
-            limit_s = min(self._settings.lag_s, self._settings.transfer_s)
-            feeds.each(feeds.taking, lambda feed: feed.withdraw(limit_s))
+            self.opening = self._raising(lambda: self._bound.reopen(self._open, self.opening))
             attempt = self._open.attempt + 1
         else:
             self.opening = self._raising(lambda: self._bound.open(version, self._open))
-        self._open, self._accepted = Emission(version, attempt, train_step), False
+            self._before = self._open
+        self._open = Emission(version, attempt, train_step)
+        self._accepted = self._skipped = self._caught_up = False
         feeds.each(feeds.taking, lambda feed: feed.begin(version, attempt))
 
     def final(self, buffer: str) -> None:
@@ -195,9 +198,12 @@ class TrainerSync:
         self._accepted = True
         for feed in self._feeds.taking:
             self._bound.accept(feed, self._open)
-        held, self._held = self._held, []
-        for buffer in held:
-            self.final(buffer)
+        while self._held:
+            self.final(self._held.pop(0))
+
+    def skip(self) -> None:
+        """The step does not count and left the weights as they were; the version stays open. All ranks call it."""
+        self._skipped = not self._accepted
 
     def finish(self) -> None:
         """Every bucket of the accepted version was said to be final. Returns at once; the rest goes on behind.
@@ -213,20 +219,17 @@ class TrainerSync:
         if self._bound.usher is not None:
             self._bound.usher.open_after(now.version, now.train_step)
 
-    def wait_leases(self) -> None:
-        """Blocks, `settings.lag_s` at most, until everything final is packed. `begin` does what is needed by itself."""
-        self._feeds.each(self._feeds.taking, lambda feed: feed.is_packed_within(self._settings.lag_s))
-
     def wait_committed(self, version: int, deadline_s: float) -> Committed | None:
         """Blocks until `version` or a newer one is live on every attached engine; the first one's word for it.
 
-        None when no engine is there (any more). EnginePoisoned when one could not take `version`.
+        Behind `catch_up`: until what each of them got last is. None without engines. EnginePoisoned when one could not.
         """
         self._feeds.check()
         books, late = [feed.book for feed in self._attached], self._settings.late_joiners
 
         def answered(book: TrainerBook) -> object:
-            return book.committed_at(version) or book.is_poisoned_by(version) or (late and book.is_over)
+            wanted = min(version, book.whole_version) if self._caught_up else version
+            return book.live_version >= wanted or book.is_poisoned_by(version) or (late and book.is_over)
 
         for book in books:
             missing = f"version {version} to become live on engine {book.engine}"

@@ -60,10 +60,10 @@ class Usher:
         if self._thread.is_alive():
             self._thread.join(2 * _TICK_S)
 
-    def note_sent(self, attachment: str, version: int) -> None:
+    def note_sent(self, attachment: str, version: int, attempt: int) -> None:
         """The training thread accepted this version for the attachment; its pieces are on their way."""
         with self._journal.changed:
-            self._roster.note_sent(attachment, version)
+            self._roster.note_sent(attachment, version, attempt)
 
     def open_after(self, version: int, train_step: int) -> None:
         """`version` is finished: the next one is opened as soon as it is known who takes it. Returns at once."""
@@ -124,7 +124,7 @@ class Usher:
         """The opening that is due, or once more the newest one, where somebody may have missed it."""
         with self._journal.changed:
             if self._due is None:
-                return self._again()
+                return self._reopen() or self._again()
             waiting = self._journal.waiting.get(self._due, [])
             late = self._roster.unsettled()
             if waiting and time.monotonic() - waiting[0] < self._settings.lag_s:
@@ -135,6 +135,17 @@ class Usher:
                 return None
             self._opened, self._due, self._answered = self._roster.open(self._due), None, len(waiting)
             return self._opened
+
+    def _reopen(self) -> Opened | None:
+        """The next attempt at the newest version, once every rank has taken the one before back."""
+        if self._opened is None:
+            return None
+        ranks = self._journal.taken_back.get((self._opened.version, self._opened.attempt), {})
+        if len(ranks) < self._binder.world_size:
+            return None
+        lagging = {name for record in ranks.values() for name in record.lagging}
+        self._opened = self._roster.reopen(self._opened, lagging)
+        return self._opened
 
     def _again(self) -> Opened | None:
         """A server that lost its data may have lost the record: whoever asks behind it gets it again."""

@@ -1,8 +1,8 @@
 """The emitter: final buckets go out as pieces while the trainer steps the next ones.
 
 One thread per rank packs the pieces of a final bucket into bounded slots, one thread per lane sends them. The training
-thread only says which bucket is final; it waits in `wait_packed` before it changes weights again (leases), and in
-`drain` until the engine has acknowledged everything.
+thread only says which bucket is final; before it changes weights again nothing may be leased (`is_packed_within`), and
+`drain` waits until the engine has acknowledged everything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Emitter:
     """Emits this rank's pieces; made and used on every trainer rank.
 
-    `begin`, `final` and `wait_packed` belong to the training thread; `drain` may wait in another one meanwhile.
+    `begin`, `final` and `is_packed_within` belong to the training thread; `drain` may wait in another one meanwhile.
 
     `buffers` are live tensors by bucket name; `lanes` has one lane per engine rank that this rank sends to. With
     nothing to send for this rank every call is a no-op and the report is zero.
@@ -92,9 +92,9 @@ class Emitter:
                     self._unacknowledged[piece.target] = self._unacknowledged.get(piece.target, 0) + 1
 
     def final(self, buffer_name: str) -> None:
-        """The bucket's bytes are final and stay as they are until `wait_packed` returns. Returns at once.
+        """The bucket's bytes are final and stay as they are until `is_packed_within` says so. Returns at once.
 
-        A bucket without pieces is ignored. A failed thread is reported by the next begin, wait_packed or drain.
+        A bucket without pieces is ignored. A failed thread is reported by the next call of another kind.
         """
         if buffer_name not in self._pieces:
             return
@@ -109,16 +109,13 @@ class Emitter:
             event.record()
         self._final.put((buffer_name, event))
 
-    def wait_packed(self, deadline_s: float | None = None) -> None:
-        """Blocks until no bucket is leased: every final one lies packed in slots, so weights may change again."""
-        self._wait(lambda: not self._leases, deadline_s, "wait_packed")
-
     def is_packed_within(self, seconds: float) -> bool:
-        """Whether `wait_packed` succeeds in so many seconds. Blocks no longer than that."""
-        with self._condition:
-            packed = self._condition.wait_for(lambda: self._error or self._closing or not self._leases, seconds)
-            self._raise_error()
-            return bool(packed)
+        """Whether no bucket is leased: every final one lies packed in slots, so weights may change again."""
+        return self._is_reached(lambda: not self._leases, seconds)
+
+    def is_drained_within(self, seconds: float) -> bool:
+        """Whether `drain` would return at once."""
+        return self._is_reached(lambda: not any(self._unacknowledged.values()), seconds)
 
     def drain(self, deadline_s: float | None = None) -> EmitReport:
         """Blocks until the engine acknowledged every piece of the open version; the report says what went out."""
@@ -142,8 +139,7 @@ class Emitter:
     def withdraw(self, deadline_s: float | None = None) -> EmitReport:
         """As `revoke`, and blocks until what is on a lane has arrived. The report says what went out in vain."""
         self.revoke()
-        self._wait(lambda: not any(self._unacknowledged.values()), deadline_s, "withdraw")
-        return self._report()
+        return self.drain(deadline_s)
 
     def close(self) -> None:
         """Ends all threads and closes the lanes, whatever happened before. Blocks for one send at most. Idempotent.
@@ -168,8 +164,7 @@ class Emitter:
 
     def _start_threads(self) -> None:
         works: dict[str, Callable[[], None]] = {f"emit-pack-{self._rank}": self._pack_all}
-        for target in self._lanes:
-            works[f"emit-send-{self._rank}-{target}"] = partial(self._send_all, target)
+        works |= {f"emit-send-{self._rank}-{target}": partial(self._send_all, target) for target in self._lanes}
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True) for name, work in works.items()
         ]
@@ -258,15 +253,19 @@ class Emitter:
 
     # ---- waiting -----------------------------------------------------------------------------------------------
 
+    def _is_reached(self, done: Callable[[], bool], seconds: float) -> bool:
+        """Blocks for so many seconds at most. EmitError when it cannot be reached any more."""
+        with self._condition:
+            reached = self._condition.wait_for(lambda: self._error or self._closing or done(), seconds)
+            self._raise_error()
+            return bool(reached)
+
     def _wait(self, done: Callable[[], bool], deadline_s: float | None, what: str) -> None:
         limit = self._deadline_s if deadline_s is None else deadline_s
-        with self._condition:
-            reached = self._condition.wait_for(lambda: self._error or self._closing or done(), limit)
-            self._raise_error()
-            if not reached:
-                raise EmitError(
-                    f"rank {self._rank}: {what} of version {self._version} took over {limit} s; {self._state()}"
-                )
+        if not self._is_reached(done, limit):
+            with self._condition:
+                state = self._state()
+            raise EmitError(f"rank {self._rank}: {what} of version {self._version} took over {limit} s; {state}")
 
     def _state(self) -> str:
         """Who waits for whom, for an error message. The condition is held."""
@@ -275,7 +274,8 @@ class Emitter:
         return (
             f"packing {self._packing or 'nothing'}; leased {sorted(self._leases)}; "
             f"not yet final {sorted(self._missing)}; "
-            f"slots by engine rank: {slots or 'none'}; pieces not acknowledged: {left or 'none'}"
+            f"slots by engine rank: {slots or 'none'}; pieces not acknowledged: {left or 'none'}; "
+            f"raise transfer_s for an engine that only needs longer"
         )
 
     def _raise_error(self) -> None:

@@ -112,7 +112,7 @@ def _trainer(
     versions = iter(VERSIONS)
 
     def opens() -> None:
-        emitter.wait_packed()
+        assert emitter.is_packed_within(DEADLINE_S)
         emitter.begin(next(versions), 0)
 
     stepper, reports = adapter.stepper(way.finality, Listener(emitter.final, opens)), []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megastream.protocol import bind
-from megastream.protocol.records import Attach, Attached, Committed, Detached, Failed, WeightsReady
+from megastream.protocol.records import Attach, Attached, Committed, Detached, Emitted, Failed, WeightsReady
 from megastream.protocol.step_records import Opened, Withdrawn
 from megastream.sync import SyncError, TrainerSync
 from megastream.sync.feed import Feed
@@ -34,18 +34,25 @@ def whole(e: Engine) -> list[int]:
 
 
 def test_two_engines_of_different_layouts_take_every_version() -> None:
+    """And every step says how long packing waited for slots in the version before, for the slower one."""
+
     def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
         sync.attach()
         for version in (1, 2, 3):
             train_step(sync, trainer, version)
+            slot_waits[version - 1, sync.rank] = sync.opening.slot_wait_s
             sync.wait_committed(version, 10)
         assert sync.engines == ["a", "b"] and sync.live_version == 3
         sync.finished("done")
 
-    store = MemoryStore()
+    store, slot_waits = MemoryStore(), {}
     with engine("tp1 pp2", store=store, name="a") as a, engine("tp2 ep2", store=store, name="b") as b:
         wrong = a.watch() + b.watch()
         assert train(store, body, settings=trainer_settings("t", engines=2)) == [None] * 4
+        for (version, rank), waited_s in slot_waits.items():
+            emitted = [record for record in a.records(Emitted) if (record.version, record.rank) == (version, rank)]
+            assert len(emitted) == 2 and waited_s == max(record.wait_s for record in emitted)
+        assert sum(slot_waits.values()) > 0.0
         for each in (a, b):
             assert versions(each) == [1, 2, 3] and each.differing(3) == [] and len(each.own(Detached)) == 1
         assert wrong == [] and a.records(Failed) == []
@@ -102,6 +109,7 @@ def test_an_engine_that_stands_still_skips_versions_and_holds_nobody_up() -> Non
         assert a.differing(7) == b.differing(7) == wrong == []
     skipped = {opening.version for opening in openings if opening.skipped == ("b",)}
     assert {5, 6, 7} <= skipped and 1 not in skipped
+    assert max(opening.wait_s for opening in openings) >= 0.2, "the first step that it skipped waited for it"
     assert all(opening.withdrawn == () for opening in openings)
 
 

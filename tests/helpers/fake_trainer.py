@@ -21,7 +21,6 @@ class FakeTrainer:
 
 def train_step(sync: TrainerSync, trainer: FakeTrainer, version: int, content: int | None = None) -> None:
     """One step of a training loop: the weights become those of `content` (or of `version`) and go out."""
-    sync.wait_leases()
     sync.begin(version, train_step=version)
     fill(trainer.layout, trainer.buffers, version if content is None else content)
     for buffer in trainer.buffers:

@@ -50,7 +50,6 @@ class RevealTrainer:
 
 def step(sync: TrainerSync, trainer: RevealTrainer, version: int) -> None:
     """One training step whose weights go out bucket by bucket."""
-    sync.wait_leases()
     sync.begin(version, train_step=version)
     trainer.fill(version)
     for buffer in trainer.buffers:

@@ -59,14 +59,13 @@ def test_slots_bound_what_is_packed_and_hold_the_lease() -> None:
     with emitter({0: lane}, plan=plan(many(6)), buffers=live, slots=2) as emit:
         emit.begin(1, 1)
         emit.final("one")
-        with pytest.raises(
-            EmitError, match=r"wait_packed of version 1 took over 0.2 s; packing one .*to engine rank 0"
-        ):
-            emit.wait_packed(0.2)
+        assert not emit.is_packed_within(0.2)
+        with pytest.raises(EmitError, match=r"drain of version 1 took over 0.1 s; packing one .*to engine rank 0"):
+            emit.drain(0.1)
         with pytest.raises(EmitError, match=r"leased \['one'\]; .*rank 0: 0 of 2 free; .*not acknowledged: rank 0: 6"):
             emit.drain(0.1)
         lane.gate.set()
-        emit.wait_packed()
+        assert emit.is_packed_within(5.0)
         live["one"].fill_(-1)  # what the next step does once the lease has ended
         report = emit.drain()
     assert torch.equal(torch.cat([payload.view(torch.float32) for _, payload in lane.sent]), torch.arange(24.0))
@@ -78,19 +77,27 @@ def test_a_lease_ends_when_packed_not_when_sent() -> None:
     with emitter({0: lane}, plan=plan(many(2)), slots=2) as emit:
         emit.begin(1, 1)
         emit.final("one")
-        emit.wait_packed(2.0)
+        assert emit.is_packed_within(2.0) and not emit.is_drained_within(0.0)
         assert lane.sent == []
+        lane.gate.set()
+        assert emit.is_drained_within(2.0) and len(lane.sent) == 2
 
 
 def test_no_slot_until_the_deadline_is_an_error() -> None:
     with emitter({0: FakeLane(open_gate=False)}, plan=plan(many(6)), slots=1, deadline_s=0.2) as emit:
         emit.begin(1, 1)
         emit.final("one")
-        with pytest.raises(EmitError, match="no slot came free within 0.2 s"):
-            emit.wait_packed(2.0)
+        with pytest.raises(EmitError, match="no slot came free within 0.2 s; .*raise transfer_s"):
+            emit.is_packed_within(2.0)
 
 
-CALLS = [lambda e: e.begin(2, 1), lambda e: e.wait_packed(), lambda e: e.drain(), lambda e: e.withdraw()]
+CALLS = [
+    lambda e: e.begin(2, 1),
+    lambda e: e.is_packed_within(5.0),
+    lambda e: e.is_drained_within(5.0),
+    lambda e: e.drain(),
+    lambda e: e.withdraw(),
+]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -114,7 +121,7 @@ def test_a_header_that_cannot_be_made_reaches_the_trainer(error: Exception, word
     emit.begin(1, 1)
     emit.final("one")
     with pytest.raises(EmitError, match=words):
-        emit.wait_packed()
+        emit.is_packed_within(5.0)
     emit.close()
 
 
@@ -172,5 +179,5 @@ def test_a_rank_with_nothing_to_send_reports_zero() -> None:
     with emitter({}, plan=plan(())) as emit:
         emit.begin(1, 1)
         emit.final("one")
-        emit.wait_packed()
+        assert emit.is_packed_within(0.0)
         assert emit.drain().wire_bytes == 0

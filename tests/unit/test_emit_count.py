@@ -41,7 +41,7 @@ def test_a_withdrawn_version_stops_and_the_next_attempt_goes_out_whole() -> None
         threading.Timer(0.1, lane.gate.set).start()
         wasted = emit.withdraw()
         assert (wasted.version, wasted.attempt, wasted.pieces, wasted.elements) == (1, 0, 1, 4)
-        emit.wait_packed(0.1)
+        assert emit.is_packed_within(0.1)
         live["one"].fill_(-1)
         emit.begin(1, 1)
         emit.final("one")
@@ -91,5 +91,5 @@ def test_a_withdrawn_piece_that_stays_on_its_lane_ends_at_the_deadline() -> None
         emit.begin(1, 0)
         emit.final("one")
         eventually(lambda: lane.asked == 1)
-        with pytest.raises(EmitError, match=r"withdraw of version 1 took over 0.2 s; .*not acknowledged: rank 0: [12]"):
+        with pytest.raises(EmitError, match=r"drain of version 1 took over 0.2 s; .*not acknowledged: rank 0: [12]"):
             emit.withdraw(0.2)

@@ -39,17 +39,42 @@ class Books:
         for rank in range(RANKS):
             self.take(name, Connected(attachment=name, rank=rank))
 
-    def sends(self, name: str, version: int) -> None:
-        self.roster.note_sent(name, version)
+    def sends(self, name: str, version: int, attempt: int = 0) -> None:
+        self.roster.note_sent(name, version, attempt)
 
-    def whole(self, name: str, version: int) -> None:
+    def whole(self, name: str, version: int, attempt: int = 0) -> None:
         manifest = dict(train_step=0, plan_digest="d", units=(), elements=1)
-        self.take(name, WeightsReady(**version_of(name, version), **manifest))
+        self.take(name, WeightsReady(**{**version_of(name, version), "attempt": attempt}, **manifest))
 
     def opens(self, version: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         opened = self.roster.open(version)
         assert opened.version == version and not opened.last
         return opened.takes, opened.joins
+
+
+def test_who_has_a_piece_of_what_was_taken_back_skips_the_version_and_gets_it_behind_the_last_step() -> None:
+    books = Books("i1", "i1-2")
+    first = books.roster.open(1)
+    second = books.roster.reopen(first, {"i1-2"})
+    assert (second.version, second.attempt, second.takes) == (1, 1, ("i1",))
+    books.sends("i1", 1, attempt=1)
+    books.whole("i1", 1, attempt=1)
+    assert books.roster.unsettled() == ["i1-2"] and books.roster.worth_waiting_for() == []
+    assert books.opens(2) == (("i1",), ())
+    books.take("i1-2", Withdrawn(**version_of("i1-2", 1)))
+    assert books.roster.unsettled() == []
+    assert books.roster.last(1).joins == ("i1-2",), "it was never told that version 1 counts"
+    books.sends("i1-2", 1, attempt=2)
+    assert books.roster.unsettled() == ["i1-2"], "the attempt before has settled, this one has not"
+    books.whole("i1-2", 1, attempt=2)
+    assert books.roster.unsettled() == [] and books.roster.last(1).joins == ()
+
+
+def test_who_was_lost_while_an_attempt_was_taken_back_gets_no_other() -> None:
+    books = Books("i1", "i1-2")
+    first = books.roster.open(1)
+    books.take("i1", Failed(attachment="i1", side="engine", rank=0, reason="gone"))
+    assert books.roster.reopen(first, set()).takes == ("i1-2",)
 
 
 def test_who_is_done_takes_the_next_version_and_who_is_not_skips_it() -> None:

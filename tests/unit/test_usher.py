@@ -8,7 +8,7 @@ from typing import Any
 
 from megastream.protocol.journal import Journal
 from megastream.protocol.records import Attach, Attached, EngineReady, WeightsReady
-from megastream.protocol.step_records import Opened, Waiting
+from megastream.protocol.step_records import Opened, TakenBack, Waiting
 from megastream.sync.binding import Binder
 from megastream.sync.usher import Usher
 from tests.helpers.fake_trainer import FakeTrainer
@@ -19,13 +19,13 @@ from tests.helpers.synthetic import trainer_side
 
 
 class Bench:
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, ranks: int = 1, **settings: Any) -> None:
         self.store, self.failed = MemoryStore(), []
         self.log = MemoryLog(self.store)
         self.journal = Journal(self.log, "trainer rank 0", 1, strict=False)
         made = trainer_settings("t", **settings)
         trainer = FakeTrainer(trainer_side(TRAINER)[0])
-        binder = Binder(self.log, trainer, made, rank=0, world_size=1)
+        binder = Binder(self.log, trainer, made, rank=0, world_size=ranks)
         self.usher = Usher(self.log, self.journal, binder, made, self.failed.append)
 
     def of(self, kind: type) -> list[Any]:
@@ -68,7 +68,7 @@ def bench(**settings: Any) -> Iterator[Bench]:
 def test_a_version_is_opened_as_soon_as_the_one_before_has_settled() -> None:
     with bench() as b:
         b.attached("i1", "a")
-        b.usher.note_sent("i1", 1)
+        b.usher.note_sent("i1", 1, 0)
         b.usher.open_after(1, 1)
         b.whole("i1", 1)
         eventually(lambda: b.opened() == [(2, ("i1",))])
@@ -79,13 +79,35 @@ def test_a_slow_engine_has_until_somebody_waits_for_it_and_then_its_time() -> No
         b.attached("i1", "a")
         b.attached("i1-2", "b")
         for name in ("i1", "i1-2"):
-            b.usher.note_sent(name, 1)
+            b.usher.note_sent(name, 1, 0)
         b.usher.open_after(1, 1)
         b.whole("i1", 1)
-        eventually(lambda: b.journal.books["i1"].settled_version == 1)
+        eventually(lambda: b.journal.books["i1"].settled == (1, 0))
         assert b.opened() == [], "the step that needs it is not there yet"
         b.waits(2)
         eventually(lambda: b.opened() == [(2, ("i1",))])
+
+
+def test_the_next_attempt_is_opened_when_every_rank_has_taken_the_one_before_back() -> None:
+    def takes_back(rank: int, lagging: tuple[str, ...], attempt: int = 0) -> None:
+        b.log.append(TakenBack(incarnation=1, version=2, attempt=attempt, rank=rank, lagging=lagging))
+
+    def attempts() -> list[tuple[int, tuple[str, ...]]]:
+        return [(record.attempt, record.takes) for record in b.of(Opened)]
+
+    with bench(ranks=2) as b:
+        for name in ("i1", "i1-2"):
+            b.attached(name, f"engine of {name}")
+        b.usher.open_after(1, 1)
+        eventually(lambda: attempts() == [(0, ("i1", "i1-2"))])
+        takes_back(1, ("i1-2",))
+        eventually(lambda: len(b.journal.taken_back.get((2, 0), {})) == 1)
+        assert len(attempts()) == 1, "rank 0 may have bytes of it on its way"
+        takes_back(0, ())
+        eventually(lambda: attempts()[1:] == [(1, ("i1",))])
+        for rank in (0, 1):
+            takes_back(rank, (), attempt=1)
+        eventually(lambda: attempts()[2:] == [(2, ("i1",))])
 
 
 def test_whoever_asks_for_what_is_open_gets_it_again() -> None:
