@@ -33,10 +33,11 @@ class Streaming:
         """The newest version that this training made; -1 without an engine."""
         return self._sync.next_version - 1 if self._sync is not None else -1
 
-    def attach(self, train_step: int) -> None:
+    def attach(self, train_step: int, resumed: int) -> None:
         """Binds to the engine and pushes the weights as they are now, numbered above all that was ever published.
 
-        So an engine has the weights of a resumed training before its first step. Blocks; a deadline ends it.
+        So an engine has the weights of a resumed training before its first step; `resumed` is the version that its
+        checkpoint was saved at. Blocks; a deadline ends it.
         """
         stream, deadlines = self._config.stream, self._config.deadlines
         if stream is None:
@@ -45,7 +46,7 @@ class Streaming:
             self._log = RedisLog(stream.control_url, self._config.run.id, reconnect_s=deadlines.reconnect_s)
             if dist.get_rank() == 0:
                 self._watermark = Watermark(Path(self._config.run.folder) / WATERMARK_FILE)
-                self._watermark.lift(self._log)
+                self._watermark.lift(self._log, resumed)
                 self._watermark.reserve(self._log.highest_version() + 2)  # the base, and the first step's
         settings = TrainerSettings(
             launch=f"{self._config.run.id}-{self._launch}",

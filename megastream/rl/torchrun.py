@@ -9,10 +9,12 @@ that an earlier run could have left.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from megastream.protocol.control import ControlError
 from megastream.rl.children import PR_SET_PDEATHSIG
@@ -63,22 +65,11 @@ def _launch(path: Path, config: TrainConfig) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     meeting = config.rendezvous
-    agent = LaunchConfig(
-        min_nodes=meeting.nodes,
-        max_nodes=meeting.nodes,
-        nproc_per_node=meeting.ranks_per_node,
-        run_id=config.run.id,
-        rdzv_backend="c10d",
-        rdzv_endpoint=meeting.address,
-        rdzv_configs={"join_timeout": max(1, round(config.deadlines.start_s))},
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
     try:
-        elastic_launch(agent, sys.executable)("-m", "megastream.rl.torchrun", str(path))
+        elastic_launch(agent_config(config), sys.executable)("-m", "megastream.rl.torchrun", str(path))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"megastream: trainer rank {rank} ended first, with exit code {failure.exitcode}", file=sys.stderr)
@@ -86,11 +77,32 @@ def _launch(path: Path, config: TrainConfig) -> int:
     except SignalException as error:
         print(f"megastream: {error.sigval.name}: the ranks of this node were stopped", file=sys.stderr)
         return 128 + error.sigval
-    except (RendezvousError, TimeoutError, RuntimeError) as error:
+    except (RendezvousError, TimeoutError) as error:
         where = f"{meeting.nodes} nodes did not meet at {meeting.address}"
         print(f"megastream: {where}: {' '.join(str(error).split())}", file=sys.stderr)
         return FAILED
+    except RuntimeError as error:
+        print(f"megastream: the launcher of this node failed: {' '.join(str(error).split())}", file=sys.stderr)
+        return FAILED
     return 0
+
+
+def agent_config(config: TrainConfig) -> Any:
+    """torch's LaunchConfig. `start_s` ends both waits: for the first node's store, and there for the other nodes."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    meeting, start_s = config.rendezvous, math.ceil(config.deadlines.start_s)
+    return LaunchConfig(
+        min_nodes=meeting.nodes,
+        max_nodes=meeting.nodes,
+        nproc_per_node=meeting.ranks_per_node,
+        run_id=config.run.id,
+        rdzv_backend="c10d",
+        rdzv_endpoint=meeting.address,
+        rdzv_configs={"join_timeout": start_s, "read_timeout": start_s},
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Place:
 
 @dataclass
 class Trainer:
-    """What a rank has once it is up. `step` counts optimizer steps from 0, `sequences` those that were trained on."""
+    """What a rank has once it is up. `step`, `sequences` and `skipped` count from 0; `version` is the checkpoint's."""
 
     config: TrainConfig
     launch: str
@@ -55,6 +55,7 @@ class Trainer:
     step: int = 0
     sequences: int = 0
     skipped: int = 0
+    version: int = -1
     coords: dict[str, int] = field(default_factory=mesh_coords)
 
     def say(self, **line: Any) -> None:
@@ -74,7 +75,7 @@ def train(config: TrainConfig, place: Place) -> None:
         _begin(trainer)
         streaming = Streaming(config, trainer.adapter, trainer.launch)
         try:
-            streaming.attach(trainer.step)
+            streaming.attach(trainer.step, trainer.version)
             _run(trainer, streaming)
         finally:
             streaming.close()
@@ -146,7 +147,7 @@ def _facts(config: TrainConfig, settings: TrainerConfig) -> dict[str, Any]:
     return {
         "model": {name: getattr(settings, name) for name in names.split()},
         "optimizer": optimizer,
-        "batch": {"global_sequences": config.batch.global_sequences},
+        "batch": {"global_sequences": config.batch.global_sequences, "per_token_loss": config.batch.per_token_loss},
         "run": {"seed": config.run.seed},
     }
 
@@ -157,8 +158,9 @@ def _checkpointer(
     if config.checkpoint is None:
         return None
     settings = CheckpointSettings(keep=config.checkpoint.keep, deadline_s=config.deadlines.save_s, launch=launch)
-    layout = {name: size for name, size in mesh_coords().items() if name.endswith("_size")}
+    layout: dict[str, Any] = {name: size for name, size in mesh_coords().items() if name.endswith("_size")}
     layout["vpp_size"] = config.layout.vpp or 1
+    layout["stage_layers"] = list(config.layout.stage_layers or ())
     return Checkpointer(chunks, optimizer, config.checkpoint_folder, settings, facts=facts, layout=layout)
 
 
@@ -170,7 +172,7 @@ def _begin(trainer: Trainer) -> None:
             trainer.adapter.load_hf(trainer.config.weights)
     elif not resumed.weights_only:
         trainer.step, trainer.sequences = resumed.step, resumed.state["sequences"]
-        trainer.skipped = resumed.state["skipped"]
+        trainer.skipped, trainer.version = resumed.state["skipped"], resumed.state["version"]
     trainer.say(
         kind="start",
         launch=trainer.launch,
@@ -277,7 +279,7 @@ def _save(trainer: Trainer, version: int) -> None:
     if trainer.step % section.every_steps == 0 or trainer.step == trainer.config.run.steps:
         _publish(trainer, wait=True)
         trainer.say(kind="save", step=trainer.step, unix_s=time.time())
-        state = {"sequences": trainer.sequences, "skipped": trainer.skipped, "version": version}
+        state = {"sequences": trainer.sequences, "skipped": trainer.skipped, "version": max(trainer.version, version)}
         trainer.checkpoints.save(trainer.step, state)
 
 

@@ -28,10 +28,13 @@ class Watermark:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} does not say which versions were reserved ({error}); restore it") from error
 
-    def lift(self, log: ControlLog) -> None:
-        """Tells a control log that may have lost its data what was published. Before the attachment."""
-        if self.reserved > log.highest_version():
-            log.raise_version(self.reserved)
+    def lift(self, log: ControlLog, resumed: int = -1) -> None:
+        """Tells a control log that may have lost its data what was published. Before the attachment.
+
+        `resumed` is the version that a checkpoint was saved at: all that is left when this file is gone, too.
+        """
+        if (known := max(self.reserved, resumed)) > log.highest_version():
+            log.raise_version(known)
 
     def reserve(self, version: int) -> None:
         """On the disk when it returns; call it before anybody can see `version`."""

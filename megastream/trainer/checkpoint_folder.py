@@ -5,6 +5,7 @@
     LOCK                held by the trainer that writes here
     .saving-...         a save that goes on, or was killed; swept at the next start
     .removing-...       an old checkpoint on its way out; swept too
+    .replaced-...       one whose step was saved again; swept once that has its name, else it gets its own back
 
 A checkpoint is complete when it has its final name, a manifest that can be read, and every file of the manifest with
 its size and checksum. Nothing else is ever picked.
@@ -32,6 +33,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 _SAVING, _REMOVING = ".saving-", ".removing-"
 _CHUNK_BYTES = 1 << 24
 _POLL_S = 0.05
+_REPLACED = ".replaced-"
 
 
 class CheckpointError(ValueError):
@@ -105,12 +107,15 @@ class CheckpointFolder:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._lock: int | None = None
+        self._deadline_s = 0.0
 
     def open(self, deadline_s: float) -> list[str]:
         """Takes the folder for this trainer and sweeps what killed ones left; returns the swept names.
 
-        CheckpointError when another trainer holds it beyond the deadline, or when it cannot be written.
+        CheckpointError when another trainer holds it beyond the deadline, or when it cannot be written. The deadline
+        also ends later waits for who reads here.
         """
+        self._deadline_s = deadline_s
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -125,7 +130,11 @@ class CheckpointFolder:
                     f"or choose another folder"
                 )
             time.sleep(_POLL_S)
-        swept = [path for path in self.root.iterdir() if path.name.startswith((_SAVING, _REMOVING))]
+        for path in self.root.glob(f"{_REPLACED}*"):
+            own = self.root / path.name.removeprefix(_REPLACED).partition("-")[0]
+            if not own.exists():  # killed before the new one had the name
+                path.rename(own)
+        swept = [path for path in self.root.iterdir() if path.name.startswith((_SAVING, _REMOVING, _REPLACED))]
         for path in swept:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         return sorted(path.name for path in swept)
@@ -143,16 +152,20 @@ class CheckpointFolder:
         return path
 
     def publish(self, saved: Path, manifest: Manifest) -> Path:
-        """Manifest, final name, CURRENT, in this order, each on the disk before the next."""
+        """Manifest, final name, CURRENT, in this order, each on the disk before the next.
+
+        CheckpointError when the step was saved before and is being read until the deadline.
+        """
         for path in saved.iterdir():
             sync(path)
         manifest.write(saved / MANIFEST)
         sync(saved)
         target = self.root / step_name(manifest.step)
-        if target.exists():  # of a training that was rolled back
-            self._set_aside(target)
+        replaced = self._replace(target) if target.exists() else None  # of a training that was rolled back
         saved.rename(target)
         sync(self.root)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
         write_synced(self.root / CURRENT, target.name + "\n")
         sync(self.root)
         return target
@@ -172,13 +185,30 @@ class CheckpointFolder:
 
     def _set_aside(self, path: Path) -> bool:
         """Takes the name away first, so that nobody picks a folder that is half gone. False while it is being read."""
-        with _opened(path / MANIFEST) as file:
-            if file is not None and not _locked(file, fcntl.LOCK_EX):
-                return False
-            aside = path.with_name(f"{_REMOVING}{path.name}-{time.time_ns()}")
-            path.rename(aside)
+        if (aside := _renamed(path, _REMOVING)) is None:
+            return False
         shutil.rmtree(aside, ignore_errors=True)
         return True
+
+    def _replace(self, path: Path) -> Path:
+        """Waits until nobody reads it, and takes its name away; nothing of it is gone yet. Where it lies then."""
+        end = time.monotonic() + self._deadline_s
+        while (aside := _renamed(path, _REPLACED)) is None:
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"{path} is read by another process for {self._deadline_s:g} s, and its step was saved again; end "
+                    f"that process, or save to another folder"
+                )
+            time.sleep(_POLL_S)
+        return aside
+
+
+def _renamed(path: Path, prefix: str) -> Path | None:
+    """The folder under a name that is never picked; None, and nothing happens, while it is being read."""
+    with _opened(path / MANIFEST) as file:
+        if file is not None and not _locked(file, fcntl.LOCK_EX):
+            return None
+        return path.rename(path.with_name(f"{prefix}{path.name}-{time.time_ns()}"))
 
 
 @contextmanager

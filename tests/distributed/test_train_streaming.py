@@ -112,10 +112,16 @@ def records(url: str) -> list[Record]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("lost", "tiny"),
-    [(True, tiny_config), (False, tiny_config), (False, tiny_glm4)],
-    ids=["control plane lost too", "same", "same, routers' biases"],
+    [
+        ("nothing", tiny_config),
+        ("nothing", tiny_glm4),
+        ("control plane", tiny_config),
+        ("control plane and versions.json", tiny_config),
+    ],
+    ids=["same", "same, routers' biases", "control plane lost too", "and versions.json"],
 )
-def test_a_fresh_engine_has_the_resumed_weights_before_the_first_step(tmp_path: Path, lost: bool, tiny: Any) -> None:
+def test_a_fresh_engine_has_the_resumed_weights_before_the_first_step(tmp_path: Path, lost: str, tiny: Any) -> None:
+    """And its number is above all that was published: a checkpoint knows it, too."""
     write_files(tmp_path, tiny)
     weights = tmp_path / "weights"
     with ExitStack() as servers:
@@ -124,11 +130,13 @@ def test_a_fresh_engine_has_the_resumed_weights_before_the_first_step(tmp_path: 
             assert run(job(tmp_path, run__steps=4, stream__control_url=first.url)) == [""] * 4
         published = [r.version for r in records(first.url) if isinstance(r, Committed | Attached)]
         assert published[0] == 0 and max(published) == 4, "a fresh run begins with the checkpoint that is served"
-        second = servers.enter_context(EmbeddedServer(tmp_path / "s2")) if lost else first
+        second = servers.enter_context(EmbeddedServer(tmp_path / "s2")) if "plane" in lost else first
+        if "json" in lost:
+            (tmp_path / "run" / "versions.json").unlink()
         with engine(second.url, "two", weights) as after:
             assert run(job(tmp_path, run__steps=6, stream__control_url=second.url)) == [""] * 4
         found = [record for record in records(second.url)]
-    own: list[Any] = found if lost else [r for r in found if getattr(r, "attachment", "") == "i2"]
+    own: list[Any] = found if "plane" in lost else [r for r in found if getattr(r, "attachment", "") == "i2"]
     attached = next(r for r in own if isinstance(r, Attached))
     accepted = [r for r in own if isinstance(r, Accepted)]
     assert attached.engine == "two" and attached.replaced and attached.version > max(published)

@@ -116,6 +116,41 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(folder: CheckpointFolde
     assert [entry.name for entry in folder.root.iterdir() if entry.name.startswith(".removing")] == []
 
 
+def test_a_step_that_is_saved_again_waits_for_who_reads_the_old_one(folder: CheckpointFolder) -> None:
+    old = save(folder, 4, b"old")
+    folder.close()
+    folder.open(0.1)
+    with reading(old), pytest.raises(CheckpointError, match="step_00000004 is read by another process for 0.1 s, and"):
+        save(folder, 4, b"new")
+    assert (old / "a.distcp").read_bytes() == b"old"
+    folder.close()
+    folder.open(10)
+    entered, leave = threading.Event(), threading.Event()
+
+    def reader() -> None:
+        with reading(old):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    entered.wait(10)
+    threading.Timer(0.2, leave.set).start()
+    assert (save(folder, 4, b"new") / "a.distcp").read_bytes() == b"new"
+    thread.join(10)
+
+
+def test_a_step_that_was_being_replaced_by_a_killed_trainer_is_not_lost(folder: CheckpointFolder) -> None:
+    for step in (4, 5):
+        path = save(folder, step)
+        path.rename(folder.root / f".replaced-{path.name}-17")
+    save(folder, 5, b"new")
+    folder.close()
+    assert CheckpointFolder(folder.root).open(1) == [".replaced-step_00000005-17"]
+    assert [step for step, _ in folder.complete()] == [5, 4]
+    assert (folder.root / "step_00000005" / "a.distcp").read_bytes() == b"new"
+
+
 def test_differing_facts_are_named_and_may_be_allowed() -> None:
     there = {"model": {"hidden": 48, "vocab": 100}, "optimizer": {"rate": 0.1}, "seed": 1}
     here = {"model": {"hidden": 64, "vocab": 100}, "optimizer": {"rate": 0.2}, "seed": 1}

@@ -15,6 +15,7 @@ from megastream.rl.config import ConfigError
 from megastream.rl.data import Pair, write_pairs
 from megastream.rl.rows import Rows
 from megastream.rl.schedule import learning_rate
+from megastream.rl.torchrun import agent_config
 from megastream.rl.train_config import OptimizerSection, load_train_config, parse_train_config
 from megastream.rl.watermark import BLOCK, Watermark
 from tests.helpers.memory_log import MemoryLog, MemoryStore
@@ -52,6 +53,13 @@ def test_what_is_wrong_is_named(tmp_path: Path, changes: dict[str, Any], words: 
     with pytest.raises(ConfigError) as error:
         parse_train_config(job(tmp_path, **changes))
     assert words in str(error.value)
+
+
+def test_nodes_wait_for_each_other_and_for_the_first_ones_store_as_long_as_the_file_says(tmp_path: Path) -> None:
+    """torch's own limit for the store is 60 s: a node that is started earlier than that would not wait."""
+    agent = agent_config(parse_train_config(job(tmp_path, deadlines__start_s=299.5)))
+    assert [agent.rdzv_configs[name] for name in ("join_timeout", "read_timeout")] == [300, 300]
+    assert (agent.run_id, agent.min_nodes, agent.max_nodes, agent.nproc_per_node) == ("test", 1, 1, 4)
 
 
 def test_the_command_refuses_a_wrong_file_in_one_line(tmp_path: Path) -> None:
@@ -111,6 +119,13 @@ def test_facts_tell_two_files_apart(tmp_path: Path) -> None:
     assert Rows(tmp_path / "p.jsonl", 4, 260, 1).count > 9
 
 
+def test_a_change_in_the_middle_of_a_data_file_shows(tmp_path: Path) -> None:
+    tokens = np.zeros(36 << 20, dtype=np.uint8)
+    before = rows(tmp_path, tokens).facts()
+    tokens[len(tokens) // 2] = 1
+    assert rows(tmp_path, tokens).facts() != before
+
+
 def test_versions_stay_above_what_was_published_though_the_control_plane_forgot(tmp_path: Path) -> None:
     path = tmp_path / "versions.json"
     first = Watermark(path)
@@ -125,6 +140,9 @@ def test_versions_stay_above_what_was_published_though_the_control_plane_forgot(
     second = Watermark(path)
     second.lift(forgetful)
     assert 39 <= forgetful.highest_version() < 39 + BLOCK
+    resumed = MemoryLog(MemoryStore())
+    Watermark(tmp_path / "of another folder").lift(resumed, 12)
+    assert resumed.highest_version() == 12, "a checkpoint's version is all that is left"
     path.write_text("{}")
     with pytest.raises(ValueError, match="does not say which versions were reserved"):
         Watermark(path)
