@@ -162,7 +162,10 @@ class MegatronAdapter:
             self._biases.put()
             needed += self._biases.data.numel()
         if filled != needed:
-            raise ValueError(f"rank {layout.rank}: {folder} fills {filled} of {needed} parameter elements")
+            raise ValueError(
+                f"rank {layout.rank}: {folder} fills {filled} of {needed} parameter elements; its config.json or its "
+                f"family's table leaves out parameters that this model has"
+            )
         # Without this the next step would write the old masters back over what was just loaded.
         self._optimizer.reload_model_params()
 

@@ -137,7 +137,7 @@ class Checkpointer:
             if any(gather(left_s <= 0 or wait)):
                 raise AgreedError(
                     f"the checkpoint of step {pending.manifest.step} is not written by trainer rank "
-                    f"{writing.index(True)} after {self._settings.deadline_s:g} s; raise the deadline"
+                    f"{writing.index(True)} after {self._settings.deadline_s:g} s; raise deadlines.save_s"
                 )
             return None
         self._pending = None

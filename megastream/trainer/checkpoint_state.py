@@ -30,20 +30,17 @@ def describe(chunks: Sequence[Any], optimizer: Any | None) -> dict[str, Any]:
     return state
 
 
-def snapshot(state: dict[str, Any]) -> int:
-    """Replaces every tensor that this rank will write by a copy on the CPU, in place; returns the copied bytes.
+def snapshot(state: dict[str, Any]) -> None:
+    """Replaces every tensor that this rank will write by a copy on the CPU, in place.
 
     Blocks for as long as copying takes. What another rank writes for this one (a replica) is not copied.
     """
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 
-    copied = 0
     for part in state.values():
         for entry in part.values():
             if torch.is_tensor(entry.data) and is_main_replica(entry.replica_id):
                 entry.data = entry.data.detach().to("cpu", copy=True)
-                copied += entry.data.numel() * entry.data.element_size()
-    return copied
 
 
 def _boxes(shard: OptimizerShard, entry: Any) -> Iterator[Any]:
@@ -87,6 +84,7 @@ def _offset_in(param: torch.Tensor, leaf: Any) -> int:
     same = leaf.data.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
     if not same or not leaf.data.is_contiguous():
         raise CheckpointError(
-            f"{leaf.key}: megatron saves it in an order other than its memory's; its optimizer state cannot be saved"
+            f"{leaf.key}: megatron saves it in an order other than its memory's, so that its optimizer state cannot be "
+            f"cut like it; switch the setting off that reorders it"
         )
     return int(leaf.data.storage_offset() - param.storage_offset())

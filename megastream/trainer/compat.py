@@ -238,9 +238,9 @@ def routers_with_bias(chunk: Any) -> Iterator[tuple[str, Any]]:
 
 def forget_moments(optimizer: Any) -> None:
     """As if the optimizer had never stepped. The fp32 masters stay; `MegatronAdapter.load_hf` sets them."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        part.optimizer.state.clear()
-        for group in part.optimizer.param_groups:
+    for member in members(optimizer):
+        member.optimizer.state.clear()
+        for group in member.optimizer.param_groups:
             group.pop("step", None)  # FusedAdam counts here
 
 

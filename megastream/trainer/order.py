@@ -79,7 +79,10 @@ class ReadyOrder:
         """From the next step on buckets are handed out in this order. ValueError when it is not one of this rank's."""
         if set(names) != set(self._buckets) or len(names) != len(self._buckets):
             strange = sorted(set(names) ^ set(self._buckets))
-            raise ValueError(f"ranks of one stage have different buckets: {', '.join(strange[:4])}")
+            raise ValueError(
+                f"ranks of one stage have different buckets: {', '.join(strange[:4])}; "
+                f"give all of them the same model, bucket_elements and experts_per_unit"
+            )
         self._turns = [self._buckets[name] for name in names]
         self._expected = dict(self._seen)
 

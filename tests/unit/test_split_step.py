@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megastream.trainer.compat import MainShard
+from megastream.trainer.compat import MainShard, forget_moments
 from megastream.trainer.split import SplitStep
 from megastream.trainer.undo import Undo
 
@@ -117,6 +117,16 @@ def test_undo_keeps_three_copies_once() -> None:
     assert 3 * 400 <= kept <= 3 * 400 + 4, "and AdamW's own step counter"
     undo.save([shard])
     assert undo.num_bytes == kept
+
+
+def test_moments_are_forgotten_beside_a_stub() -> None:
+    """Where all dense, or all expert, parameters are frozen, megatron chains an optimizer that has no inner one."""
+    member, _ = _optimizer()
+    member.optimizer.state[next(iter(member.optimizer.param_groups[0]["params"]))] = {"moment": torch.ones(4)}
+    member.optimizer.param_groups[0]["step"] = 3
+    stub = SimpleNamespace(is_stub_optimizer=True, optimizer=None)
+    forget_moments(SimpleNamespace(chained_optimizers=[stub, member]))
+    assert not member.optimizer.state and "step" not in member.optimizer.param_groups[0]
 
 
 def test_a_split_step_is_the_step() -> None:
