@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megastream.families import family_of, load_shape
 from megastream.trainer import buckets, model
@@ -58,7 +59,53 @@ def _body(
     return {"final_s": final_s, "stepped_s": stepped_s, "old": old, "kinds": kinds, "buckets": set(adapter.buffers)}
 
 
-def _slow_down(rank: int) -> dict[str, float]:
+def _streamed_body(
+    rank: int, world_size: int, init_method: str, config: TrainerConfig, finality: Finality, unwaited: bool
+) -> dict[str, Any]:
+    """Two steps, the first of which learns the order of gradients: what each bucket held when it was called final."""
+    model.start_process_group(config, rank=rank, world_size=world_size, init_method=init_method, deadline_s=60)
+    chunks, optimizer = model.build(config)
+    shape = load_shape(hf_config(config))
+    adapter = MegatronAdapter(chunks, optimizer, family_of(shape), shape, bucket_elements=6000, finality=finality)
+    exported: dict[str, torch.Tensor] = {}
+    listener = Listener(lambda name: exported.update({name: adapter.buffers[name].clone()}))
+    stepper = adapter.stepper(finality, listener, max_abort_rate=1.0)
+    forward_backward(chunks, config, 0)
+    assert stepper.step().ok
+    before = {name: data.clone() for name, data in adapter.buffers.items()}
+    exported.clear()
+    gathering = _do_not_wait() if unwaited else []
+    slow = _slow_down(rank, slow_rank=1)
+    forward_backward(chunks, config, 1)
+    in_backward = len(exported)
+    assert stepper.step().ok
+    for work in gathering:
+        work.wait()
+    dist.barrier()
+    after = adapter.buffers
+    return {
+        "old": sum(int((data != after[name]).sum()) for name, data in exported.items()),
+        "unchanged": [name for name in after if torch.equal(before[name], after[name])],
+        "missing": [name for name in after if name not in exported],
+        "in backward": in_backward,
+        "slow": len(slow),
+    }
+
+
+def _do_not_wait() -> list[dist.Work]:
+    """Buckets are gathered, but nobody waits for it."""
+    gathering: list[dist.Work] = []
+    gather = buckets.Bucket.gather
+
+    def unwaited(bucket: buckets.Bucket) -> list[dist.Work]:
+        gathering.extend(gather(bucket))
+        return []
+
+    buckets.Bucket.gather = unwaited  # type: ignore[method-assign]
+    return gathering
+
+
+def _slow_down(rank: int, slow_rank: int = SLOW_RANK) -> dict[str, float]:
     """One rank takes its time; when it was done with each bucket that it owns a part of, on the machine's clock."""
     stepped_s: dict[str, float] = {}
     update = buckets.Bucket.update
@@ -69,7 +116,7 @@ def _slow_down(rank: int) -> dict[str, float]:
         if bucket.shards:
             stepped_s[bucket.name] = time.monotonic()
 
-    if rank == SLOW_RANK:
+    if rank == slow_rank:
         buckets.Bucket.update = slow  # type: ignore[method-assign]
     return stepped_s
 
@@ -96,3 +143,27 @@ def test_a_final_bucket_is_new_in_every_element(finality: Finality) -> None:
 def test_a_bucket_called_final_before_the_gather_is_caught() -> None:
     config, broken = tiny_config(**CONFIG), "final before the gather"
     assert all(facts["old"] for facts in run_ranks(_body, 4, config=config, finality="pipelined", break_it=broken))
+
+
+STREAMED = dict(layers=1, dtype="float32")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("finality", "clip"), [("early", 0.0), ("speculative", 0.0), ("speculative", 1e-3)])
+def test_a_bucket_that_is_final_inside_the_backward_is_new_in_every_element(finality: Finality, clip: float) -> None:
+    """Two replicas, one of them slow. What is exported is what the step leaves, also when it is taken back."""
+    ranks = run_ranks(
+        _streamed_body, 2, config=tiny_config(clip=clip, **STREAMED), finality=finality, unwaited=False, timeout_s=60
+    )
+    for facts in ranks:
+        assert facts["old"] == 0 and facts["unchanged"] == facts["missing"] == []
+        assert facts["in backward"] > 0
+    assert ranks[1]["slow"] > 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("finality", ["early", "speculative"])
+def test_a_bucket_called_final_inside_the_backward_before_it_is_gathered_is_caught(finality: Finality) -> None:
+    config = tiny_config(clip=0.0, **STREAMED)
+    ranks = run_ranks(_streamed_body, 2, config=config, finality=finality, unwaited=True, timeout_s=60)
+    assert ranks[0]["old"] > 0, "what the slow replica steps was not there yet"

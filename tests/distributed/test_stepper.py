@@ -88,6 +88,20 @@ def test_other_layouts_equal_stock(name: str, settings: dict[str, Any], world_si
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("settings", [dict(ep=2), dict(pp=2, tied=True), dict(pp=2, vpp=2, layers=4, dtype="float32")])
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+def test_speculation_that_ends_and_begins_again_changes_no_bit(settings: dict[str, Any], clip: float) -> None:
+    """Five steps speculated on, five not, and so on; and one that ends with the first clipped step."""
+    config = tiny_config(clip=clip, **{"layers": 2, **settings})
+    turns, ended = Run("speculative", turns=5), Run("speculative", max_abort_rate=0.0)
+    for stock, in_turns, once in compare(config, 2, (turns, ended)):
+        assert stock["clipped"] == (STEPS if clip else 0)
+        assert in_turns["early"] == 0, "the last five steps are made behind the norm"
+        assert (in_turns["aborts"], once["aborts"]) == ((STEPS // 2, 1) if clip else (0, 0))
+        assert once["early"] == 0 if clip else once["early"] > 0
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [dict(ep=2, dtype="float32"), dict(ep=4), dict(pp=2, ep=2)])
 def test_more_than_two_replicas_differ_from_stock_by_the_order_of_sums_alone(settings: dict[str, Any]) -> None:
     """With gradients on a grid, so that sums are exact in any order, no bit differs; without, fp32 sums of four do.

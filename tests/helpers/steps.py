@@ -10,6 +10,7 @@ import torch
 
 from megastream.trainer import adapter as adapter_file
 from megastream.trainer import compat, model
+from megastream.trainer.abort_rate import AbortRate
 from megastream.trainer.adapter import MegatronAdapter, mesh_coords
 from megastream.trainer.buckets import Bucket
 from megastream.trainer.config import TrainerConfig
@@ -27,18 +28,23 @@ ALL = ("whole", "pipelined", "early", "speculative")
 
 @dataclass(frozen=True)
 class Run:
-    """`exact_sums`: gradients lie on a grid, so that a sum over replicas has the same bits in any order."""
+    """`exact_sums`: gradients lie on a grid, so that a sum over replicas has the same bits in any order.
+
+    `turns`: speculation ends and begins again every so many steps, whatever is clipped.
+    """
 
     finality: str
     broken: str = ""
     exact_sums: bool = False
+    max_abort_rate: float = 1.0
+    turns: int = 0
 
 
 def compare(
-    config: TrainerConfig, world_size: int, policies: tuple[str, ...], *, exact_sums: bool = False
+    config: TrainerConfig, world_size: int, policies: tuple[str | Run, ...], *, exact_sums: bool = False
 ) -> list[list[dict[str, Any]]]:
     """Runs stock and each policy; all must be equal to stock on every rank. Results by rank, then by run."""
-    runs = tuple(Run(finality, exact_sums=exact_sums) for finality in ("stock", *policies))
+    runs = tuple(p if isinstance(p, Run) else Run(p, exact_sums=exact_sums) for p in ("stock", *policies))
     results = train_all(config, world_size, runs)
     for rank, (stock, *others) in enumerate(results):
         assert stock["unmoved"] == 0
@@ -81,7 +87,10 @@ def _train(config: TrainerConfig, run: Run) -> dict[str, Any]:
         told = _Told()
         stepper = None
         if run.finality != "stock":
-            stepper = adapter.stepper(run.finality, told.listener, max_abort_rate=1.0)  # type: ignore[arg-type]
+            rate = run.max_abort_rate
+            stepper = adapter.stepper(run.finality, told.listener, max_abort_rate=rate)  # type: ignore[arg-type]
+        if run.turns and isinstance(stepper, EarlyStepper):
+            stepper.rate = _InTurns(run.turns)
         if run.broken == "bias before finalize":
             _take_before_finalize(chunks[0].config, adapter)
         trace, sent = [], []
@@ -104,6 +113,16 @@ def _train(config: TrainerConfig, run: Run) -> dict[str, Any]:
         "clipped": sum(norm > config.clip > 0 for _, norm in trace),
         "aborts": stepper.aborts if isinstance(stepper, EarlyStepper) else 0,
     }
+
+
+class _InTurns(AbortRate):
+    def __init__(self, steps: int) -> None:
+        super().__init__(1.0)
+        self._steps, self._count = steps, 0
+
+    def note(self, clipped: bool) -> None:
+        self._count += 1
+        self.speculating = self._count // self._steps % 2 == 0
 
 
 class _Told:
