@@ -1,5 +1,9 @@
 """vLLM's `sharded_state`: safetensors files of each rank's live parameters, as its weight loader lays them out.
 
+A module that hangs in two places of the model has two names, and vLLM saves and asks for the one that sorts first,
+which is not always the one that our tables know. Its attention has four scales besides, which are 1 unless its cache is
+quantized: it asks for them, and they are no weights.
+
 vLLM processes parameters after it has loaded them, so what we write is what it holds before that. A model whose kernels
 pack their weights (experts on a CPU) saves something else; such files are refused by their shapes.
 """
@@ -7,6 +11,7 @@ pack their weights (experts on a CPU) saves something else; such files are refus
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +20,15 @@ from megastream.convert.model import Model
 from megastream.convert.safetensors_file import Stored, grouped, layout_file, read_header
 from megastream.convert.types import ConvertError, Extent, Holding, NewFile, Target
 from megastream.layout.engine import EngineParam, engine_rank_layout
-from megastream.layout.mesh import Mesh, engine_coords, parse_engine_mesh
+from megastream.layout.mesh import Mesh, engine_coords, engine_stage_layers, parse_engine_mesh
 from megastream.layout.shard import RankLayout, TensorSpec
 from megastream.layout.synthetic import engine_params, local_experts
 
 FILE = re.compile(r"model-(?:rank-(?P<rank>\d+)|pp-(?P<pp>\d+)-tp-(?P<tp>\d+))-part-\d+\.safetensors")
 """vLLM's names: without and with pipeline stages."""
+
+_SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
+_ONE = struct.pack("<f", 1.0)
 
 _Files = dict[tuple[int, int], dict[str, tuple[str, Stored]]]
 """(pp rank, tp rank) -> parameter -> its file, and where it lies there."""
@@ -32,7 +40,7 @@ def read_sharded_state(folder: Path, model: Model, layout: str | None) -> Holdin
     Sizes are told by the names of the files, expert parallelism by how many experts a rank holds; `layout`, if given,
     must be the same. ConvertError names the file and the parameter that do not fit.
     """
-    files = _read(folder)
+    files = _read(folder, model)
     mesh = _mesh(folder, files, model, layout)
     layouts: list[RankLayout] = []
     extents: dict[tuple[int, str], Extent] = {}
@@ -65,16 +73,27 @@ def plan_sharded_state(
             raise ConvertError(f"layout {mesh}: {error}") from error
         params = [replace(param, dtype=_dtype(param, model, dtypes)) for param in _tied(params, model, coords, mesh)]
         layouts.append(_layout(folder, rank, mesh, coords, params, model))
-        specs = [TensorSpec(param.name, param.shape, param.dtype) for param in params]
+        stored = {model.family.state_name(param.name): param for param in params}
+        specs = [TensorSpec(name, param.shape, param.dtype) for name, param in stored.items()]
+        specs += [TensorSpec(name, (), "float32") for name in scales(model, mesh, coords["pp"])]
         for part, group in enumerate(grouped(specs, max_file_bytes)):
             place = f"pp-{coords['pp']}-tp-{coords['tp']}" if mesh.pp > 1 else f"rank-{coords['tp']}"
             file, starts = layout_file(f"model-{place}-part-{part}.safetensors", group)
-            new.append(file)
-            extents |= {(rank, name): Extent(file.name, start) for name, start in starts.items()}
+            ones = tuple((start, _ONE) for name, start in starts.items() if name not in stored)
+            new.append(replace(file, fixed=(*file.fixed, *ones)))
+            extents |= {
+                (rank, stored[name].name): Extent(file.name, start) for name, start in starts.items() if name in stored
+            }
     return Target(Holding("sharded_state", folder, tuple(layouts), extents), tuple(new))
 
 
-def _read(folder: Path) -> _Files:
+def scales(model: Model, mesh: Mesh, stage: int) -> list[str]:
+    """Names of the attention's scales on a pipeline stage."""
+    layers = engine_stage_layers(mesh, model.shape.num_layers, stage)
+    return [f"model.layers.{layer}.{model.family.attention}.{name}" for layer in layers for name in _SCALES]
+
+
+def _read(folder: Path, model: Model) -> _Files:
     files: _Files = {}
     for path in sorted(folder.glob("model-*-part-*.safetensors")):
         match = FILE.fullmatch(path.name)
@@ -82,11 +101,23 @@ def _read(folder: Path) -> _Files:
             raise ConvertError(f"{path} has no name of vLLM's; move it away")
         pp, tp = int(match["pp"] or 0), int(match["rank"] or match["tp"] or 0)
         held = files.setdefault((pp, tp), {})
-        for name, stored in read_header(path).items():
+        for state_name, stored in read_header(path).items():
+            if state_name.rpartition(".")[2] in _SCALES:
+                _check_scale(path, state_name, stored)
+                continue
+            name = model.family.engine_name(state_name)
             if name in held:
                 raise ConvertError(f"{folder}: {name} is in {held[name][0]} and in {path.name}; keep one of the files")
             held[name] = path.name, stored
     return files
+
+
+def _check_scale(path: Path, name: str, stored: Stored) -> None:
+    with path.open("rb") as file:
+        file.seek(stored.start)
+        value = file.read(len(_ONE))
+    if (stored.dtype, stored.shape, value) != ("float32", (), _ONE):
+        raise ConvertError(f"{path}: {name} is not 1; scales of a quantized cache are not converted")
 
 
 def _mesh(folder: Path, files: _Files, model: Model, layout: str | None) -> Mesh:

@@ -18,9 +18,11 @@ from megastream.families.family import Family
 from megastream.families.rows import (
     CORRECTION_BIAS,
     DENSE_MLP,
+    GATE_IN_EXPERTS,
     INPUT_NORM,
     MLP_NORM,
     SHARED_EXPERTS,
+    SHARED_IN_EXPERTS,
     ends,
     engine_row,
     experts,
@@ -107,4 +109,19 @@ def sizes(shape: ModelShape) -> dict[str, int]:
     }
 
 
-FAMILY = Family(name="deepseek_v3", rows=ROWS, read=read, sizes=sizes, is_moe=behind_dense)
+FAMILY = Family(
+    name="deepseek_v3",
+    rows=ROWS,
+    read=read,
+    sizes=sizes,
+    is_moe=behind_dense,
+    attention="self_attn.mla_attn.mla_attn",
+    aliases=(
+        GATE_IN_EXPERTS,
+        ("mlp.shared_experts.", SHARED_IN_EXPERTS),
+        *(
+            (f"self_attn.{name}.", f"self_attn.mla_attn.{name}.")
+            for name in ("o_proj", "q_a_layernorm", "q_b_proj", "q_proj")
+        ),
+    ),
+)

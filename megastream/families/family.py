@@ -18,6 +18,7 @@ from megastream.layout.shard import TensorSpec
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 _LAST_NUMBER = re.compile(r"(?:(?<=\.weight)|(?<=\.bias))\d+$")
 _LAYERS = "model.layers."
+_LAYER = re.compile(r"model\.layers\.\d+\.")
 _FIELD = re.compile(r"\{(layer|expert)\}")
 
 
@@ -39,13 +40,20 @@ class _Sized:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family. `sizes` gives the numbers that table dims are written in; `is_moe(shape, layer)` its layers."""
+    """One model family. `sizes` gives the numbers that table dims are written in; `is_moe(shape, layer)` its layers.
+
+    `attention` is the layer's module that holds vLLM's scales of keys and values. `aliases`: beginnings of vLLM's names
+    inside a layer, and of the other names under which the same modules hang there; the state that vLLM saves and loads
+    by itself (`sharded_state`) has the name that sorts first.
+    """
 
     name: str
     rows: tuple[Row, ...]
     read: Callable[[dict[str, object]], ModelShape]
     sizes: Callable[[ModelShape], dict[str, int]]
     is_moe: Callable[[ModelShape, int], bool]
+    attention: str = "self_attn.attn"
+    aliases: tuple[tuple[str, str], ...] = ()
 
     def tensors(self, shape: ModelShape) -> tuple[TensorSpec, ...]:
         """Every Hugging Face tensor of the model, each once, in the order of the table and of the layers.
@@ -122,6 +130,24 @@ class Family:
         """The names outside the layers, by kind: embed, norm, head."""
         rows = [row for row in self.rows if row.layers == "none"]
         return {row.kind: row.engine if side == "engine" else row.trainer[0] for row in rows}
+
+    def state_name(self, name: str) -> str:
+        """The name in vLLM's saved state of a live engine parameter."""
+        return self._renamed(name, self.aliases)
+
+    def engine_name(self, state_name: str) -> str:
+        """The inverse of `state_name`; names that are no alias stay."""
+        return self._renamed(state_name, tuple((alias, name) for name, alias in self.aliases))
+
+    def _renamed(self, name: str, pairs: Sequence[tuple[str, str]]) -> str:
+        layer = _LAYER.match(name)
+        if layer is None:
+            return name
+        inside = name[layer.end() :]
+        for old, new in sorted(pairs, key=lambda pair: -len(pair[0])):
+            if inside.startswith(old):
+                return layer[0] + new + inside.removeprefix(old)
+        return name
 
     def engine_spares(self) -> tuple[Kind, ...]:
         """Kinds outside the layers that the engine keeps on every pipeline stage, also where no step reads them."""

@@ -17,6 +17,7 @@ from megastream.families.rows import (
     QK_NORM,
     QKV_BIAS,
     SHARED_EXPERTS,
+    SHARED_IN_EXPERTS,
     ends,
     experts,
     router,
@@ -61,4 +62,14 @@ def sizes(shape: ModelShape) -> dict[str, int]:
     }
 
 
-FAMILY = Family(name="glm4_moe", rows=ROWS, read=read, sizes=sizes, is_moe=behind_dense)
+FAMILY = Family(
+    name="glm4_moe",
+    rows=ROWS,
+    read=read,
+    sizes=sizes,
+    is_moe=behind_dense,
+    aliases=(
+        ("mlp.gate.e_score_correction_bias", "mlp.experts.routed_experts.e_score_correction_bias"),
+        ("mlp.shared_experts.", SHARED_IN_EXPERTS),
+    ),
+)

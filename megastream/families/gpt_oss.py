@@ -73,4 +73,4 @@ def sizes(shape: ModelShape) -> dict[str, int]:
     return {**decoder_sizes(shape), "heads": shape.num_heads, "two": 2}
 
 
-FAMILY = Family(name="gpt_oss", rows=ROWS, read=read, sizes=sizes, is_moe=only_experts)
+FAMILY = Family(name="gpt_oss", rows=ROWS, read=read, sizes=sizes, is_moe=only_experts, attention="attn.attn")

@@ -6,7 +6,18 @@ from megastream.families.config import number
 from megastream.families.decoder import decoder_sizes
 from megastream.families.family import Family
 from megastream.families.qwen3_moe import is_moe, read_moe
-from megastream.families.rows import ATTENTION, DENSE_MLP, QKV_BIAS, ends, experts, hf, layer_row, mlp, router
+from megastream.families.rows import (
+    ATTENTION,
+    DENSE_MLP,
+    QKV_BIAS,
+    SHARED_IN_EXPERTS,
+    ends,
+    experts,
+    hf,
+    layer_row,
+    mlp,
+    router,
+)
 from megastream.families.types import ModelShape
 
 ROWS = (
@@ -42,4 +53,14 @@ def sizes(shape: ModelShape) -> dict[str, int]:
     return {**decoder_sizes(shape), "shared_ffn": shared, "one": 1}
 
 
-FAMILY = Family(name="qwen2_moe", rows=ROWS, read=read, sizes=sizes, is_moe=is_moe)
+FAMILY = Family(
+    name="qwen2_moe",
+    rows=ROWS,
+    read=read,
+    sizes=sizes,
+    is_moe=is_moe,
+    aliases=(
+        ("mlp.shared_expert.", SHARED_IN_EXPERTS),
+        ("mlp.shared_expert_gate.", f"{SHARED_IN_EXPERTS}expert_gate."),
+    ),
+)

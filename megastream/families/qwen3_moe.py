@@ -5,7 +5,7 @@ from __future__ import annotations
 from megastream.families.config import number
 from megastream.families.decoder import decoder_shape, decoder_sizes, refuse_unless
 from megastream.families.family import Family
-from megastream.families.rows import ATTENTION, DENSE_MLP, QK_NORM, ends, experts, router
+from megastream.families.rows import ATTENTION, DENSE_MLP, GATE_IN_EXPERTS, QK_NORM, ends, experts, router
 from megastream.families.types import ModelShape
 
 ROWS = (*ends(spares=True), *ATTENTION, *QK_NORM, router(), *experts(), *DENSE_MLP)
@@ -43,4 +43,11 @@ def is_moe(shape: ModelShape, layer: int) -> bool:
     return layer not in dense and (layer + 1) % max(number(shape.raw, "decoder_sparse_step", 1), 1) == 0
 
 
-FAMILY = Family(name="qwen3_moe", rows=ROWS, read=read, sizes=decoder_sizes, is_moe=is_moe)
+FAMILY = Family(
+    name="qwen3_moe",
+    rows=ROWS,
+    read=read,
+    sizes=decoder_sizes,
+    is_moe=is_moe,
+    aliases=(GATE_IN_EXPERTS,),
+)

@@ -141,3 +141,7 @@ ATTENTION = (INPUT_NORM, QKV, OUTPUT, MLP_NORM)
 """Grouped-query attention between its two norms, without biases."""
 SHARED_EXPERTS = mlp("moe", "mlp.shared_experts.", "shared_ffn", "mlp.shared_experts.")
 DENSE_MLP = mlp("dense", "mlp.", "dense_ffn", "mlp.")
+
+GATE_IN_EXPERTS = ("mlp.gate.", "mlp.experts.gate.")
+"""vLLM hands the router to some models' experts, and shared experts to all: each of them has two names there."""
+SHARED_IN_EXPERTS = "mlp.experts._shared_experts._layer."

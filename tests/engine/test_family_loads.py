@@ -78,3 +78,4 @@ def test_fresh_loads_are_what_the_tables_say(tmp_path: Path) -> None:
             where = f"{job['name']}, rank {rank}"
             assert found["compared"] > 10, where
             assert (found["differing"], found["strange_buffers"], found["unlike_planned"]) == ([], [], []), where
+            assert found["state"] == [], f"{where}: names, types and shapes of what we write, of what vLLM asks for"

@@ -121,12 +121,37 @@ def _compare(model: torch.nn.Module, job: dict[str, Any], rank: int) -> dict[str
         padding = held[name].view(-1)[count == 0]
         differing += [] if count.max() <= 1 and not padding.any() else [f"{name}: padding that is not 0, or twice"]
     return {
+        "state": _state(model, job, rank),
         "compared": len(layout.shards),
         "differing": differing,
         "strange_buffers": [name for name, _ in model.named_buffers() if not name.endswith(IDLE_BUFFERS)],
         "unlike_planned": sorted(set(map(str, planned.shards)) ^ set(map(str, layout.shards)))[:5]
         + sorted(set(map(str, planned.buffers)) ^ set(map(str, layout.buffers)))[:5],
     }
+
+
+def _state(model: torch.nn.Module, job: dict[str, Any], rank: int) -> list[str]:
+    """What differs between the state that vLLM saves and loads by itself and what conversion writes for the rank."""
+    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+
+    from megastream.convert.contract import target_dtypes
+    from megastream.convert.forms import read_form
+    from megastream.convert.model import find_model
+    from megastream.convert.sharded_state import plan_sharded_state
+
+    folder = Path(job["model"])
+    ours = find_model(folder, None)
+    dtypes = target_dtypes(read_form(folder, ours, None), ours, "sharded_state")
+    layout = f"tp{job['tp']} pp{job['pp']} ep{job['tp'] if job['ep'] else 1}"
+    stage, tp = divmod(rank, job["tp"])
+    name = f"model-pp-{stage}-tp-{tp}-part-0" if job["pp"] > 1 else f"model-rank-{tp}-part-0"
+    files = {file.name: file for file in plan_sharded_state(folder, ours, dtypes, layout, 1 << 40).files}
+    header = json.loads(files[f"{name}.safetensors"].fixed[0][1][8:])
+    codes = {"F32": "torch.float32", "BF16": "torch.bfloat16"}
+    written = {key: (codes[of["dtype"]], of["shape"]) for key, of in header.items() if key != "__metadata__"}
+    state = ShardedStateLoader._filter_subtensors(model.state_dict())
+    wanted = {key: (str(tensor.dtype), list(tensor.shape)) for key, tensor in state.items()}
+    return sorted(f"{key}: {written.get(key)}, {wanted.get(key)}" for key in dict(written.items() ^ wanted.items()))
 
 
 if __name__ == "__main__":
