@@ -20,14 +20,18 @@ import msgspec
 from megastream.control.login import split_login
 from megastream.control.redis_log import RedisLog
 from megastream.engine.agent import RankAgent
+from megastream.engine.attachment import Attachment
 from megastream.engine.coordinator import Coordinator
 from megastream.engine.settings import EngineSettings
-from megastream.engine.vllm import compat, compat_core, core, cpu_repairs
+from megastream.engine.tally import EngineTally
+from megastream.engine.vllm import compat, compat_core, compat_metrics, core, cpu_repairs
 from megastream.engine.vllm.backend import NAME, MegastreamEngine
 from megastream.engine.vllm.kv import KvPolicy, check_policy
 from megastream.engine.vllm.live import VllmLiveModel
+from megastream.engine.vllm.metrics import Figures, FiguresCollector
 from megastream.engine.vllm.port import PortSettings, VllmCorePort
 from megastream.engine.vllm.worker import Agent
+from megastream.protocol.records import Record
 from megastream.transport.choice import Wanted
 from megastream.transport.lanes import Receiver
 
@@ -146,6 +150,8 @@ def register() -> None:
     """
     compat.register_backend(NAME, __name__, WiredEngine.__name__)
     compat.check_version()
+    compat_metrics.share_page()
+    compat_metrics.expose(FiguresCollector())
     cpu_repairs.apply()
     core.patch(read_port_settings, wire_core)
 
@@ -161,6 +167,12 @@ class WiredEngine(MegastreamEngine):
             return None
         log = RedisLog(settings.control_url, settings.run_id, reconnect_s=settings.reconnect_s)
         receiver = Receiver(settings.host, settings.transport, self.device, say=logger.info)
+        figures = Figures()
+
+        def watch(current: Attachment | None) -> None:
+            received, staged = (0, 0) if current is None else (current.received_bytes, current.staging_bytes)
+            figures.write_rank(live.rank, agent.live_version, received, staged)
+
         agent = RankAgent(
             log,
             engine=settings.engine,
@@ -170,6 +182,7 @@ class WiredEngine(MegastreamEngine):
             receiver=receiver,
             settings=settings.settings,
             library=f"vllm {compat.version_text()}",
+            watch=watch,
         )
         agent.start()
 
@@ -187,6 +200,21 @@ class WiredEngine(MegastreamEngine):
             self._close_wires = None
 
 
+class CountedLog(RedisLog):
+    """The coordinator's log: what it reads is counted on the way, for /metrics."""
+
+    def __init__(self, settings: PluginSettings, num_ranks: int) -> None:
+        super().__init__(settings.control_url, settings.run_id, reconnect_s=settings.reconnect_s)
+        self._tally, self._figures = EngineTally(settings.engine, num_ranks), Figures()
+        self._figures.write_engine(self._tally)
+
+    def read(self, after: str, block_s: float) -> list[tuple[str, Record]]:
+        entries = super().read(after, block_s)
+        if any([self._tally.take(record) for _, record in entries]):
+            self._figures.write_engine(self._tally)
+        return entries
+
+
 def wire_core(vllm_config: Any, port: VllmCorePort) -> Callable[[], None]:
     """Starts the coordinator in the engine core; returns what ends it."""
     settings = read_settings(vllm_config)
@@ -202,11 +230,12 @@ def wire_core(vllm_config: Any, port: VllmCorePort) -> Callable[[], None]:
             "prefix caching is on and megastream.kv is keep: a cached prefix can hold keys and values of an older "
             "version than the tokens that attend to it; kv_versions of each answer say so"
         )
-    log = RedisLog(settings.control_url, settings.run_id, reconnect_s=settings.reconnect_s)
+    world_size = vllm_config.parallel_config.world_size
+    log = CountedLog(settings, world_size)
     coordinator = Coordinator(
         log,
         engine=settings.engine,
-        world_size=vllm_config.parallel_config.world_size,
+        world_size=world_size,
         core=port,
         settings=settings.settings,
     )

@@ -60,7 +60,9 @@ class RankAgent:
         receiver: LaneReceiver,
         settings: EngineSettings,
         library: str = "",
+        watch: Callable[[Attachment | None], None] = lambda current: None,
     ) -> None:
+        """`watch` is shown the attachment at least every `settings.poll_s`, in the follower's thread."""
         self._log, self._live, self._receiver, self._settings = log, live, receiver, settings
         self.engine, self.rank, self.world_size, self._library = engine, rank, world_size, library
         self._layouts: dict[PlanKind, RankLayout] = {}
@@ -76,6 +78,7 @@ class RankAgent:
             take=self._take,
             refused=self._refused,
             lost=self._lost,
+            tick=lambda: watch(self._current),
             poll_s=settings.poll_s,
             retry_s=settings.retry_s,
         )

@@ -27,6 +27,16 @@ class Attachment:
     inlet: Inlet
     ended: bool = False
 
+    @property
+    def received_bytes(self) -> int:
+        """Payload and headers, from all lanes."""
+        return self.inlet.num_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging in use now; versions of kind whole are not staged."""
+        return self.sink.num_bytes if isinstance(self.sink, StreamSink) else 0
+
     def end(self, reason: str) -> None:
         """Closes the lanes and drops partial versions; complete ones stay, a commit of one may be under way."""
         if not self.ended:

@@ -85,6 +85,13 @@ class Inlet:
         """Trainer ranks that send to this rank."""
         return self._most_bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """Payload and headers that came over all lanes so far. Any thread."""
+        with self._lock:
+            counters = list(self.counters.values())
+        return sum(counter.payload_bytes + counter.header_bytes for counter in counters)
+
     def addresses(self) -> dict[int, LaneAddress]:
         """One address per source, for the Bound record."""
         self._addresses = {source: self._receiver.address(source) for source in self.sources}

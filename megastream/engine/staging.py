@@ -48,7 +48,11 @@ class StagingMemory:
     @property
     def num_bytes(self) -> int:
         """Bytes allocated now."""
-        return sum(t.numel() * t.element_size() for buffers in self._sets if buffers for t in buffers.values())
+        return sum(map(self.bytes_of, range(len(self._sets))))
+
+    def bytes_of(self, slot: int) -> int:
+        """Bytes of one set; 0 before its first use."""
+        return sum(t.numel() * t.element_size() for t in (self._sets[slot] or {}).values())
 
     def buffers(self, slot: int) -> dict[str, torch.Tensor]:
         """The flat tensors of a set. Not thread-safe at first use."""

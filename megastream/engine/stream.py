@@ -50,6 +50,13 @@ class StreamSink:
         self._changed = threading.Condition()
         self._comparison: Comparison | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Staging that versions, or parts of them, lie in. Any thread."""
+        with self._changed:
+            used = set(range(self._settings.staging_sets)).difference(self._table.free_slots)
+            return sum(map(self._memory.bytes_of, used))
+
     def admit(self, header: PieceHeader, source: int) -> bool:
         """Waits while all staging sets hold versions that are not live yet: backpressure, not loss."""
         deadline = time.monotonic() + self._settings.liveness_s
