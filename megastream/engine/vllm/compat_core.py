@@ -239,6 +239,23 @@ def finish_all_retryable(core: Any, carried: Callable[[str], dict[str, Any]]) ->
     return len(alive)
 
 
+def wrap_finish(make: Make) -> None:
+    """Wraps what tells clients that their requests were ended by the core."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    hooks.wrap_method(EngineCoreProc, "_send_finish_outputs_to_client", make)
+
+
+def send_finished(
+    core: Any, request_ids: list[str], client_index: int, reason: Any, carried: Callable[[str], dict[str, Any]]
+) -> None:
+    """Ends a client's requests on their side; `carried(request_id)` are the kv_transfer_params of the last output."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+    outputs = [EngineCoreOutput(r, [], finish_reason=reason, kv_transfer_params=carried(r)) for r in request_ids]
+    core.output_queue.put_nowait((client_index, EngineCoreOutputs(finished_requests=set(request_ids), outputs=outputs)))
+
+
 def refuse_retryable(core: Any, request_id: str, client_index: int, carried: dict[str, Any] | None = None) -> None:
     """Answers one request with finish reason `error`."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
