@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from megastream import __version__
 from megastream.control.login import split_login
 from megastream.control.redis_log import RedisLog
 from megastream.engine.agent import RankAgent
@@ -60,6 +62,8 @@ class PluginSettings:
     """Keep per-step records of versions and batches, fetched by the core utility `megastream_records`."""
     kv: KvPolicy = "salt"
     """What a commit does with keys and values of older versions."""
+    token_file: str = ""
+    """Holds the token that vLLM's development endpoints want (VLLM_SERVER_DEV_MODE); without one they are closed."""
     settings: EngineSettings = EngineSettings()
     """Times and memory of agents and coordinator; each of its fields can be given."""
 
@@ -157,7 +161,7 @@ def register() -> None:
     compat_core.add_to_core(routes.VERSION_UTILITY, routes.megastream_version)
     ended.patch()
     front.patch()
-    serving.patch()
+    serving.patch(lambda args: read_settings(args).token_file)
 
 
 class WiredEngine(MegastreamEngine):
@@ -204,6 +208,22 @@ class WiredEngine(MegastreamEngine):
             self._close_wires = None
 
 
+def _confirm_front_end() -> None:
+    """RuntimeError when the process that hands answers out has no plugin: their records would not be checked there.
+
+    In a worker without it vLLM does not know the backend's name, so with this one all processes have it.
+    """
+    pid = compat_metrics.owner_pid()
+    if pid in (0, os.getpid()) or compat.rust_front_end():
+        raise RuntimeError(
+            "megastream's plugin is not loaded in vLLM's front end, or this process was not told so; let VLLM_PLUGINS "
+            "name megastream, and set neither VLLM_USE_RUST_FRONTEND nor VLLM_WORKER_MULTIPROC_METHOD=forkserver"
+        )
+    logger.info(
+        "megastream %s is loaded in front end %d, engine core %d and all workers", __version__, pid, os.getpid()
+    )
+
+
 class CountedLog(RedisLog):
     """The coordinator's log: what it reads is counted on the way, for /metrics."""
 
@@ -224,10 +244,11 @@ def wire_core(vllm_config: Any, port: VllmCorePort) -> Callable[[], None]:
     settings = read_settings(vllm_config)
     if not settings.attachable:
         return lambda: None
+    _confirm_front_end()
     if compat.dev_mode():
         logger.warning(
-            "VLLM_SERVER_DEV_MODE is on: its endpoints are unauthenticated, anyone who reaches the server can pause it "
-            "or replace its weights; megastream does not need it"
+            "VLLM_SERVER_DEV_MODE is on: whoever has the token of megastream.token_file can pause the engine or "
+            "replace its weights over HTTP; megastream does not need it"
         )
     if vllm_config.cache_config.enable_prefix_caching and settings.kv == "keep":
         logger.warning(

@@ -10,6 +10,7 @@ import typer
 from megastream import __version__
 from megastream.cli.convert import convert_command, verify_command
 from megastream.cli.plan import plan_command
+from megastream.cli.serve import OPTIONS, serve_command
 from megastream.cli.train import train_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -17,6 +18,7 @@ app.command("plan")(plan_command)
 app.command("convert")(convert_command)
 app.command("verify")(verify_command)
 app.command("train")(train_command)
+app.command("serve", context_settings=OPTIONS)(serve_command)
 
 
 def _version(wanted: bool) -> None:

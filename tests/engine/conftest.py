@@ -10,6 +10,8 @@ import torch
 
 from tests.helpers import reveal
 from tests.helpers.engine import Engine
+from tests.helpers.feed import RANDOM
+from tests.helpers.served import Cold, serve
 from tests.helpers.tiny_moe import write_checkpoint
 
 TWO_RANKS: dict[str, dict[str, Any]] = {
@@ -50,3 +52,13 @@ def engine(attachable: Engine) -> Engine:
     """The same engine with stand-in agents on its ranks: tests feed versions to it without a trainer."""
     attachable.run(attachable.ranks("feed_install"))
     return attachable
+
+
+@pytest.fixture(scope="session")
+def cold(control_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cold]:
+    """One `megastream serve` for all tests; its version 0 are random weights."""
+    version, prompt = RANDOM + 1, (31, 7, 250, 99, 3, 120)
+    with serve(tmp_path_factory.mktemp("served"), control_url, version) as server:
+        request = {"prompt": list(prompt), "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        reply = server.post("/v1/completions", {**request, "return_token_ids": True})
+        yield Cold(server, version, prompt, reply)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.helpers import reveal
-from tests.helpers.engine import Answer, Engine, Server
-from tests.helpers.feed import RANDOM, version_weights
-from tests.helpers.tiny_moe import write_checkpoint
+from tests.helpers.engine import Answer, Engine
+from tests.helpers.feed import RANDOM
+from tests.helpers.served import Cold
 from tests.helpers.traffic import commit, differing
 
 pytestmark = pytest.mark.timeout(600)
@@ -133,22 +131,19 @@ def test_spans_reach_the_last_output_of_every_request(engine: Engine) -> None:
     engine.run(run())
 
 
-def test_a_server_cold_started_from_the_checkpoint_says_the_same(engine: Engine, tmp_path: Path) -> None:
-    """`vllm serve` with the backend: /v1/completions of a fresh single worker against the live-updated pipeline."""
+def test_a_server_cold_started_from_the_checkpoint_says_the_same(engine: Engine, cold: Cold) -> None:
+    """`megastream serve`: /v1/completions of a fresh single worker against the live-updated pipeline."""
     if engine.name != "pp2":
         pytest.skip("tensor parallel sums are rounded in another order than a single worker's")
 
     async def streamed() -> Answer:
         await commit(engine, C)
-        await commit(engine, B)
-        return await engine.ask("streamed", PROMPT, 12)
+        await commit(engine, cold.version)
+        return await engine.ask("streamed", list(cold.prompt), 12)
 
     expected = engine.run(streamed())
-    model = write_checkpoint(tmp_path / "model", reveal.MOE, version_weights(B))
-    with Server(model) as server:
-        request = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-        reply = server.post("/v1/completions", {**request, "return_token_ids": True})
-    choice = reply["choices"][0]
+    choice = cold.reply["choices"][0]
     assert choice["token_ids"] == expected.tokens
     assert choice["logprobs"]["token_logprobs"] == expected.logprobs
-    assert reply["kv_transfer_params"]["weight_versions"] == [{"version": "0", "start": 0, "end": 12}]
+    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 12}]
+    assert cold.reply["kv_transfer_params"]["weight_versions"] == choice["weight_versions"]

@@ -16,6 +16,7 @@ from megastream import vllm_entry  # noqa: E402
 from megastream.engine.contract import LiveModelError  # noqa: E402
 from megastream.engine.digest import tensor_digest  # noqa: E402
 from megastream.engine.settings import EngineSettings  # noqa: E402
+from megastream.engine.supported import SUPPORTED_BELOW, SUPPORTED_MIN  # noqa: E402
 from megastream.engine.vllm import buffers, compat, cpu_repairs, refusals  # noqa: E402
 from megastream.engine.vllm.board import Board, BoardSlot  # noqa: E402
 from megastream.engine.vllm.hooks import Guard  # noqa: E402
@@ -141,8 +142,8 @@ def test_the_supported_range_is_the_pinned_one() -> None:
     from tests.helpers.engine import ROOT
 
     pins = dict(line.split("=", 1) for line in (ROOT / "versions.env").read_text().splitlines() if "=" in line[:40])
-    assert pins["VLLM_MIN"] == ".".join(map(str, compat.SUPPORTED_MIN))
-    assert pins["VLLM_BELOW"] == ".".join(map(str, compat.SUPPORTED_BELOW))
+    assert pins["VLLM_MIN"] == ".".join(map(str, SUPPORTED_MIN))
+    assert pins["VLLM_BELOW"] == ".".join(map(str, SUPPORTED_BELOW))
 
 
 def test_settings_name_the_nearest_key() -> None:

@@ -211,19 +211,28 @@ class Server:
 
     START_S = 420.0
 
-    def __init__(self, model: Path, *arguments: str):
+    def __init__(
+        self, model: Path, *arguments: str, command: list[str] | None = None, environment: dict[str, str] | None = None
+    ):
+        """`command` takes the place of `serve_command()` and the model; `environment` is added to this process's."""
         set_environment()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
         self._log = model.parent / "server.log"
-        command = [*serve_command(), str(model)]
+        command = [*(command or (*serve_command(), str(model)))]
         command += ["--port", str(self.port), "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"]
         command += ["--max-model-len", "512", "--max-num-seqs", "8", *arguments]
         command += ["--weight-transfer-config", '{"backend": "megastream"}']
         with self._log.open("wb") as log:
             # A test run that is killed must not leave a server behind.
             ends_with_us = before_program(os.getpid(), nice=0)
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=ends_with_us)
+            self._process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=ends_with_us,
+                env={**os.environ, **(environment or {})},
+            )
 
     def __enter__(self) -> Server:
         deadline = time.monotonic() + self.START_S
@@ -258,11 +267,21 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """JSON in, JSON out."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        return json.loads(self.ask(path, body))
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of a streamed answer."""
+        lines = [line for line in self.ask(path, {**body, "stream": True}).split("\n") if line]
+        assert lines[-1] == "data: [DONE]", lines
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> str:
+        """The text of a reply; urllib.error.HTTPError when it is an error. Without a body it is a GET."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **headers}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
         with urllib.request.urlopen(request, timeout=60) as reply:
-            return json.load(reply)
+            return reply.read().decode()
 
     def _get(self, path: str) -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5).close()

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import vllm
 
-logger = logging.getLogger("vllm.megastream")
+from megastream.engine.supported import numbers_of, unsupported
 
-SUPPORTED_MIN = (0, 26, 0)
-SUPPORTED_BELOW = (0, 33)
+logger = logging.getLogger("vllm.megastream")
 
 
 class UnsupportedVersion(ValueError):
@@ -28,9 +27,7 @@ class UnsupportedVersion(ValueError):
 
 def version() -> tuple[int, int, int]:
     """The release numbers of the installed vLLM, e.g. (0, 32, 0) for `0.32.0+cpu`."""
-    numbers = vllm.__version__.split("+")[0].split(".")[:3]
-    major, minor, patch = (int("".join(c for c in part if c.isdigit()) or 0) for part in (*numbers, "0", "0")[:3])
-    return major, minor, patch
+    return numbers_of(version_text())
 
 
 def version_text() -> str:
@@ -40,11 +37,8 @@ def version_text() -> str:
 
 def check_version() -> None:
     """Raises UnsupportedVersion outside the supported range."""
-    if not SUPPORTED_MIN <= version() < SUPPORTED_BELOW:
-        raise UnsupportedVersion(
-            f"vLLM {vllm.__version__} is not supported: megastream needs 0.26.0 <= version < 0.33; "
-            "install a version in this range"
-        )
+    if problem := unsupported(version_text()):
+        raise UnsupportedVersion(problem)
 
 
 def is_cpu() -> bool:
@@ -55,10 +49,17 @@ def is_cpu() -> bool:
 
 
 def dev_mode() -> bool:
-    """True when vLLM serves its unauthenticated development endpoints (VLLM_SERVER_DEV_MODE)."""
+    """True when vLLM serves its development endpoints (VLLM_SERVER_DEV_MODE)."""
     import vllm.envs
 
     return bool(vllm.envs.VLLM_SERVER_DEV_MODE)
+
+
+def rust_front_end() -> bool:
+    """True when vLLM's HTTP server is not Python, and no plugin is loaded in it (0.32)."""
+    import vllm.envs
+
+    return bool(getattr(vllm.envs, "VLLM_USE_RUST_FRONTEND", False))
 
 
 # -- weight transfer ---------------------------------------------------------------------------------------------------

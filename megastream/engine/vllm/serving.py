@@ -7,17 +7,24 @@ from typing import Any
 
 from megastream.engine.vllm import compat_front, routes
 from megastream.engine.vllm.backend import NAME
+from megastream.engine.vllm.token_gate import TokenGate, read_token
 
 
-def patch() -> None:
-    """Changes what builds the server's application, where this process has it."""
-    compat_front.wrap_app(_with_routes)
+def patch(token_file: Callable[[Any], str]) -> None:
+    """Changes what builds the server's application, where this process has it. `token_file`: see PluginSettings."""
+    compat_front.wrap_app(lambda build: _with_routes(build, token_file))
 
 
-def _with_routes(build: Callable[..., Any]) -> Callable[..., Any]:
+def _with_routes(build: Callable[..., Any], token_file: Callable[[Any], str]) -> Callable[..., Any]:
     def build_app(args: Any, *rest: Any, **named: Any) -> Any:
-        if compat_front.backend_of(args) == NAME:
-            routes.patch()
-        return build(args, *rest, **named)
+        if compat_front.backend_of(args) != NAME:
+            return build(args, *rest, **named)
+        path = token_file(args)
+        token = read_token(path) if path else None
+        routes.patch()
+        app = build(args, *rest, **named)
+        if paths := compat_front.development_paths():
+            compat_front.wrap_requests(app, lambda inner: TokenGate(inner, paths, token))
+        return app
 
     return build_app

@@ -1,0 +1,112 @@
+"""The token in front of vLLM's development endpoints, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers.engine import set_environment
+
+set_environment()
+
+from fastapi import FastAPI  # noqa: E402
+
+from megastream.engine.vllm import compat, compat_front, routes, serving  # noqa: E402
+from megastream.engine.vllm.token_gate import TokenGate, read_token  # noqa: E402
+
+TOKEN = "0123456789abcdef"
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+
+
+def status(gate: Any, path: str, headers: dict[str, str], **scope: Any) -> int:
+    """200 when the request went through."""
+    sent: list[dict[str, Any]] = []
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(gate({"type": "http", "path": path, "headers": raw, **scope}, None, send))
+    return sent[0]["status"]
+
+
+async def through(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200})
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    return tmp_path / "token"
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "expected"),
+    [
+        ("/pause", BEARER, 200),
+        ("/pause", {"authorization": f"bearer {TOKEN}", "content-type": "application/json; charset=utf-8"}, 200),
+        ("/pause", {}, 401),
+        ("/pause/", {}, 401),
+        ("/root/pause", {}, 401),
+        ("/pause", {"authorization": TOKEN}, 401),
+        ("/pause", {"authorization": f"Basic {TOKEN}"}, 401),
+        ("/pause", {"authorization": f"Bearer {TOKEN}x"}, 401),
+        ("/pause", {**BEARER, "content-type": "application/octet-stream"}, 415),
+        ("/v1/completions", {}, 200),
+    ],
+)
+def test_only_who_has_the_token_gets_through(
+    token_file: Path, path: str, headers: dict[str, str], expected: int
+) -> None:
+    gate = TokenGate(through, frozenset({"/pause"}), read_token(str(token_file)))
+    root = {"root_path": "/root"} if path.startswith("/root") else {}
+    assert status(gate, path, headers, **root) == expected
+
+
+def test_without_a_token_file_they_are_closed() -> None:
+    assert status(TokenGate(through, frozenset({"/pause"}), None), "/pause", BEARER) == 403
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("short", "at least 16"), ("0123456789 abcdef", "without spaces"), ("", "at")]
+)
+def test_a_token_that_is_none_is_refused_by_the_name_of_its_file(tmp_path: Path, text: str, named: str) -> None:
+    (tmp_path / "token").write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}/token must hold .*{named}"):
+        read_token(str(tmp_path / "token"))
+    with pytest.raises(ValueError, match=f"{tmp_path}/none cannot be read"):
+        read_token(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize(
+    ("backend", "dev", "guarded"), [("megastream", True, True), ("megastream", False, False), ("nccl", True, False)]
+)
+def test_an_application_is_changed_for_our_backend_only(
+    monkeypatch: pytest.MonkeyPatch, token_file: Path, backend: str, dev: bool, guarded: bool, is_built: bool
+) -> None:
+    """Every endpoint of vLLM's development packages is behind the gate, the one that calls workers' methods too."""
+    import vllm.entrypoints.rl.online.api_router
+    import vllm.entrypoints.serve.dev.rpc.api_router  # noqa: F401
+
+    patched: list[bool] = []
+    monkeypatch.setattr(compat, "dev_mode", lambda: dev)
+    monkeypatch.setattr(routes, "patch", lambda: patched.append(True))
+    made = FastAPI()
+    made.middleware_stack = through if is_built else None
+    made.build_middleware_stack = lambda: through  # type: ignore[method-assign]
+    build = serving._with_routes(lambda args: made, lambda args: str(token_file))
+    app = build(SimpleNamespace(weight_transfer_config={"backend": backend}))
+    assert bool(patched) == (backend == "megastream")
+    for path in ("/pause", "/update_weights", "/finish_weight_update", "/collective_rpc", "/v1/completions"):
+        assert status(app, path, BEARER) == 200
+        assert status(app, path, {}) == (401 if guarded and path != "/v1/completions" else 200)
+
+
+def test_a_command_line_without_a_backend_is_none_of_ours() -> None:
+    assert compat_front.backend_of(SimpleNamespace()) is None
+    assert compat_front.backend_of(SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="x"))) == "x"
