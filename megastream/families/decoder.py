@@ -38,6 +38,7 @@ def decoder_sizes(shape: ModelShape) -> dict[str, int]:
     return {
         "vocab": shape.vocab,
         "hidden": shape.hidden,
+        "two_hidden": 2 * shape.hidden,
         "q": q,
         "kv": kv,
         "q_bias": q,

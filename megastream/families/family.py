@@ -62,7 +62,8 @@ class Family:
         same elements in the same order; see `file_shape`.
         """
         specs: dict[str, TensorSpec] = {}
-        for row, layer, expert in self._walk(shape, range(shape.num_layers), range(shape.num_experts)):
+        layers = range(shape.num_layers + shape.mtp_layers)
+        for row, layer, expert in self._walk(shape, layers, range(shape.num_experts)):
             for spec in _specs(self._sized(row, shape), layer, expert):
                 specs.setdefault(spec.name, spec)
         return tuple(specs.values())
@@ -76,6 +77,11 @@ class Family:
                 dims = [sizes[dim] for dim in source.dims]
                 return (*dims[: -source.joined], prod(dims[-source.joined :]))
         raise ValueError(f"Hugging Face tensor {name} is not in family {self.name} with this config.json")
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the table has the layers of multi-token prediction."""
+        return any(row.layers == "mtp" for row in self.rows)
 
     def num_experts(self, shape: ModelShape) -> int:
         """Routed experts of a layer, over all ranks."""
@@ -161,7 +167,8 @@ class Family:
             if row.layers == "none":
                 yield row, None, None
         for layer in layers:
-            kinds = ("every", "moe") if self.is_moe(shape, layer) else ("every", "dense")
+            kinds = ["every", "moe" if self.is_moe(shape, layer) else "dense"]
+            kinds += ["mtp"] if layer >= shape.num_layers else []
             for row in rows:
                 if row.layers in kinds:
                     for expert in experts if row.kind == "expert" else (None,):
@@ -170,8 +177,9 @@ class Family:
     def _entry(
         self, match: _Match, side: Literal["trainer", "engine"], name: str, shape: ModelShape, expert: int | None
     ) -> Entry:
-        if match.layer is not None and not 0 <= match.layer < shape.num_layers:
-            raise ValueError(f"{name}: layer {match.layer} of a model with {shape.num_layers} layers")
+        num_layers = shape.num_layers + shape.mtp_layers
+        if match.layer is not None and not 0 <= match.layer < num_layers:
+            raise ValueError(f"{name}: layer {match.layer} of a model with {num_layers} layers")
         if match.row.kind == "expert" and not 0 <= (-1 if expert is None else expert) < shape.num_experts:
             raise ValueError(f"{name}: expert {expert} of a model with {shape.num_experts} experts")
         sized = self._sized(match.row, shape)

@@ -1,8 +1,7 @@
 """GLM-4.5-MoE: the first layers dense, a shared expert, and a router with an fp32 bias for the choice of experts.
 
-Biases of queries, keys and values and norms of their heads are there as config.json says. Not in the table: the
-multi-token prediction layers, which vLLM loads for speculative decoding only. vLLM's
-names are read from the source of 0.32; its own load was not compared.
+Biases of queries, keys and values and norms of their heads are there as config.json says. Layers of multi-token
+prediction are the trainer's only: vLLM loads them for speculative decoding, and engines with a draft model are refused.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from megastream.families.rows import (
     ATTENTION,
     CORRECTION_BIAS,
     DENSE_MLP,
+    MTP,
     QK_NORM,
     QKV_BIAS,
     SHARED_EXPERTS,
@@ -34,6 +34,7 @@ ROWS = (
     *experts(),
     *SHARED_EXPERTS,
     *DENSE_MLP,
+    *MTP,
 )
 
 

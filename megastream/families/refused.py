@@ -24,8 +24,8 @@ def refused(shape: ModelShape) -> tuple[Refused, ...]:
         found.append(
             Refused(
                 f"model.layers.{layers}.*",
-                f"num_nextn_predict_layers is {num}: multi-token prediction is not streamed; an engine with a draft "
-                "model is refused",
+                f"num_nextn_predict_layers is {num}: multi-token prediction can be trained, but is not streamed; an "
+                "engine with a draft model is refused",
             )
         )
     if shape.raw.get("quantization_config"):

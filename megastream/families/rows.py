@@ -141,6 +141,16 @@ ATTENTION = (INPUT_NORM, QKV, OUTPUT, MLP_NORM)
 """Grouped-query attention between its two norms, without biases."""
 SHARED_EXPERTS = mlp("moe", "mlp.shared_experts.", "shared_ffn", "mlp.shared_experts.")
 DENSE_MLP = mlp("dense", "mlp.", "dense_ffn", "mlp.")
+MTP = (
+    *(
+        trainer_row("mtp", hf(f"{name}.weight", "hidden"), f"{megatron}.weight", "same")
+        for name, megatron in (("enorm", "enorm"), ("hnorm", "hnorm"), ("shared_head.norm", "final_layernorm"))
+    ),
+    trainer_row("mtp", hf("eh_proj.weight", "hidden", "two_hidden"), "eh_proj.weight", "column"),
+)
+"""What a layer of multi-token prediction has beside a decoder layer. Canonical names count it behind the decoder's
+(Megatron's are `mtp.layers.0.enorm.weight`, `mtp.layers.0.transformer_layer.…`). Its embedding and its head are the
+model's own; a checkpoint may hold them again as `embed_tokens` and `shared_head.head`."""
 
 GATE_IN_EXPERTS = ("mlp.gate.", "mlp.experts.gate.")
 """vLLM hands the router to some models' experts, and shared experts to all: each of them has two names there."""

@@ -10,8 +10,9 @@ import msgspec
 from megastream.layout.naming import Kind
 
 Holder = Literal["file", "trainer", "engine"]
-Layers = Literal["none", "every", "moe", "dense"]
-"""Which decoder layers have a row: none (embedding, final norm, head), all, or only those with or without experts."""
+Layers = Literal["none", "every", "moe", "dense", "mtp"]
+"""Which layers have a row: none (embedding, final norm, head), all, only those with or without experts, or those of
+multi-token prediction, which are counted behind the decoder's and have the rows of a decoder layer, too."""
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
@@ -28,7 +29,11 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The numbers of a HF config.json that layouts need. `raw` keeps the file as it was read, `known` what its family
-    worked out of these numbers."""
+    worked out of these numbers.
+
+    `mtp_layers` are those of multi-token prediction that a trainer has. No engine that can be streamed to computes with
+    them, so a shape that is read from a file has none.
+    """
 
     family: str
     num_layers: int
@@ -43,6 +48,7 @@ class ModelShape:
     tied: bool
     dtype: str
     raw: dict[str, Any]
+    mtp_layers: int = 0
     known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 

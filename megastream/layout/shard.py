@@ -59,6 +59,7 @@ class RankLayout:
     tensors: tuple[TensorSpec, ...]
     buffers: tuple[BufferSpec, ...]
     shards: Sequence[Shard]
-    # Live copies that the engine never computes with (e.g. the embedding on vLLM's last stage); they get no bytes.
+    # Engine: live copies that it never computes with (e.g. the embedding on vLLM's last stage); they get no bytes.
+    # Trainer: parameters that no engine computes with (multi-token prediction); none of their bytes leave.
     unused: tuple[str, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)

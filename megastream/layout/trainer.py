@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, Literal, TypeVar
 
@@ -49,17 +49,20 @@ def trainer_rank_layout(
     ownership: Ownership = "replica",
     owned: Mapping[str, tuple[int, int]] | None = None,
     patterns: Patterns[ShapeT] | None = None,
+    unused: Sequence[str] = (),
 ) -> RankLayout:
     """What one trainer rank holds. `coords` has every axis and its size: tp, tp_size, etp, etp_size, pp, ep, ...
 
     `buffers` come in the order in which they become final; the plan emits in that order. With ownership `slice`,
     `owned` gives per buffer the flat range [start, stop) that this rank steps; buffers without a range hold nothing.
+    `unused` are parameters that no engine computes with: they are listed, and nothing is read from them.
     ValueError names a parameter without a rule, of the wrong shape, outside its buffer, or given twice. `patterns`:
     whoever describes several ranks of this model shares them.
     """
     patterns = patterns or Patterns(family, shape)
     held = TrainerParams(patterns, params, buffers, f"trainer rank {rank}")
-    return held.layout(rank=rank, world_size=world_size, coords=coords, ownership=ownership, owned=owned)
+    layout = held.layout(rank=rank, world_size=world_size, coords=coords, ownership=ownership, owned=owned)
+    return replace(layout, unused=tuple(sorted(unused)))
 
 
 class TrainerParams(Generic[ShapeT]):

@@ -27,6 +27,7 @@ Cut = Literal["rows", "columns", "gate_up", "whole"]
 _TENSOR_PARALLEL: tuple[tuple[str, Cut], ...] = (
     (r"embedding\.word_embeddings\.weight|output_layer\.weight", "rows"),
     (r".*self_attention\.linear_qkv\.(weight|bias)", "rows"),
+    (r".*\.eh_proj\.weight", "rows"),
     (r".*self_attention\.linear_proj\.weight", "columns"),
     (r".*mlp\.(experts\..*\.|shared_experts\.|)linear_fc1\.weight", "gate_up"),
     (r".*mlp\.(experts\..*\.|shared_experts\.|)linear_fc2\.weight", "columns"),
@@ -43,6 +44,8 @@ _RENAMED = {
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+    **{f"{name}.weight": f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj")},
+    "final_layernorm.weight": "shared_head.norm.weight",
 }
 
 

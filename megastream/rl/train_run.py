@@ -139,9 +139,9 @@ def start(config: TrainConfig, place: Place) -> Trainer:
 def _facts(config: TrainConfig, settings: TrainerConfig) -> dict[str, Any]:
     """What a resumed training must share; JSON data."""
     names = (
-        "layers hidden heads kv_groups head_dim experts top_k expert_ffn vocab tied qk_norm qkv_bias norm_top_k "
-        "shared_ffn shared_gate dense_layers dense_ffn router_expert_bias router_scale rope_theta rope_part norm_eps "
-        "dtype"
+        "layers mtp_layers hidden heads kv_groups head_dim experts top_k expert_ffn vocab tied qk_norm qkv_bias "
+        "norm_top_k shared_ffn shared_gate dense_layers dense_ffn router_expert_bias router_scale rope_theta rope_part "
+        "norm_eps dtype"
     )
     optimizer = {name: getattr(config.optimizer, name) for name in config.optimizer.__struct_fields__}
     return {
@@ -194,6 +194,9 @@ def _print_start(trainer: Trainer, resumed: Resumed | None) -> None:
         print(f"megastream: passed over: {reason}", file=sys.stderr)
     policy = consequences(config.finality, config.optimizer.clip_grad, config.max_abort_rate)
     print(f"megastream: {policy}", file=sys.stderr)
+    if layers := config.layout.mtp_layers:
+        unused = f"layers of multi-token prediction: {layers}, trained and saved, used by no engine"
+        print(f"megastream: {unused}", file=sys.stderr)
     begin = config.weights if resumed is None else resumed.path
     print(f"megastream: step {trainer.step} of {config.run.steps}, from {begin}", file=sys.stderr)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ from megastream.trainer.buckets import BUCKET_ELEMENTS, cut
 from megastream.trainer.compat_grads import late_params
 from megastream.trainer.finality import make_stepper, refuse_finality
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, is_streamed
-from megastream.trainer.refusals import refuse_unsupported
+from megastream.trainer.refusals import refuse_mtp, refuse_unsupported
 from megastream.trainer.router_bias import BUFFER, RouterBiases
 from megastream.trainer.stepper import Listener, Stepper, Trained
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)$")
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.\d+$")
+_INSIDE_LAYER = re.compile(r"((?:decoder|mtp)\.layers\.\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 _CANONICAL_EXPERT = re.compile(r"(decoder\.layers\.\d+)\.mlp\.experts\.local_experts\.(\d+)\.")
-_CANONICAL_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+_CANONICAL_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 # TransformerEngine fuses a norm into the linear behind it.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -63,14 +65,16 @@ class MegatronAdapter:
         self.library = f"megatron-core {compat.check_version()}"
         compat.install()
         refuse_unsupported(chunks, optimizer)
+        refuse_mtp(chunks, family, shape)
         refuse_finality(finality, chunks, optimizer)
-        self._chunks, self._optimizer, self.family, self._shape = chunks, optimizer, family, shape
+        self._chunks, self._optimizer, self.family = chunks, optimizer, family
+        self._shape = replace(shape, mtp_layers=chunks[0].config.mtp_num_layers or 0)
         self._coords, self._ownership, self._finality = mesh_coords(), ownership, finality
         local_experts = shape.num_experts // self._coords["ep_size"]
         self._names: dict[torch.nn.Parameter, str] = {}
         biases: list[tuple[str, Any]] = []
         for chunk in chunks:
-            canonical = _renaming(chunk, local_experts, self._coords)
+            canonical = _renaming(chunk, shape.num_layers, local_experts, self._coords)
             self._names |= {param: canonical(name) for name, param in chunk.named_parameters()}
             biases += [(canonical(name), router) for name, router in compat.routers_with_bias(chunk)]
         self._biases = RouterBiases(biases) if biases else None
@@ -82,7 +86,7 @@ class MegatronAdapter:
             self._buckets = cut(chunks, optimizer, bucket_elements, border_of=borders.__getitem__, late=late)
         else:
             self._buckets = cut(chunks, optimizer, bucket_elements)
-        self.describe()  # a parameter without a rule ends the start, not the first attach
+        self._layout(ownership, mtp=True)  # a parameter without a rule ends the start, not the first attach
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -95,10 +99,10 @@ class MegatronAdapter:
         return buffers if self._biases is None else {**buffers, BUFFER: self._biases.current()}
 
     def describe(self) -> RankLayout:
-        """This rank's layout. No communication."""
-        return self._layout(self._ownership)
+        """This rank's layout, in which layers of multi-token prediction are listed as unused. No communication."""
+        return self._layout(self._ownership, mtp=False)
 
-    def _layout(self, ownership: Ownership) -> RankLayout:
+    def _layout(self, ownership: Ownership, *, mtp: bool) -> RankLayout:
         params = [
             TrainerParam(self._names[param], tuple(param.shape), bucket.name, offset)
             for bucket in self._buckets
@@ -108,6 +112,7 @@ class MegatronAdapter:
         if self._biases is not None:  # equal on all ranks of a stage, so every one of them owns it
             params += [TrainerParam(name, shape, BUFFER, offset) for name, shape, offset in self._biases.places]
             owned[BUFFER] = (0, self._biases.data.numel())
+        unused = [] if mtp else [param.name for param in params if self._is_mtp(param.name)]
         buffers = [
             BufferSpec(name, data.numel(), str(data.dtype).removeprefix("torch."))
             for name, data in self.buffers.items()
@@ -118,11 +123,16 @@ class MegatronAdapter:
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             coords=self._coords,
-            params=tuple(params),
+            params=[param for param in params if param.name not in unused],
             buffers=tuple(buffers),
             ownership=ownership,
             owned=owned,
+            unused=unused,
         )
+
+    def _is_mtp(self, name: str) -> bool:
+        layer = _CANONICAL_LAYER.match(name)
+        return layer is not None and int(layer[1]) >= self._shape.num_layers
 
     def stepper(self, finality: Finality, listener: Listener, *, max_abort_rate: float = MAX_ABORT_RATE) -> Stepper:
         """What replaces `optimizer.step()`; it tells `listener` of this rank's buckets. See `make_stepper`.
@@ -149,7 +159,7 @@ class MegatronAdapter:
         that the checkpoint does not fill.
         """
         compat.install()
-        buffers, layout = self.buffers, self._layout("replica")
+        buffers, layout = self.buffers, self._layout("replica", mtp=True)
         with _Checkpoint(Path(folder)) as checkpoint:
             for shard in layout.shards:
                 target = buffers[shard.buffer].as_strided(
@@ -213,11 +223,12 @@ def mesh_coords() -> dict[str, int]:
     return {key: value for axis, (at, size) in axes.items() for key, value in ((axis, at), (f"{axis}_size", size))}
 
 
-def _renaming(chunk: Any, experts_per_rank: int, coords: dict[str, int]) -> Callable[[str], str]:
+def _renaming(chunk: Any, num_layers: int, experts_per_rank: int, coords: dict[str, int]) -> Callable[[str], str]:
     """From a name in a chunk to the canonical one: no `module.` prefix, global layer and expert numbers, names of the
-    local spec."""
+    local spec, and layers of multi-token prediction counted behind the decoder's."""
+    first = {"decoder": -1, "mtp": num_layers - 1}
     layers = {
-        match[0]: f"decoder.layers.{module.layer_number - 1}"
+        match[0]: f"decoder.layers.{first[match[1]] + module.layer_number}"
         for name, module in chunk.named_modules()
         if (match := _LAYER.search(name))
     }
@@ -225,7 +236,7 @@ def _renaming(chunk: Any, experts_per_rank: int, coords: dict[str, int]) -> Call
 
     def canonical(name: str) -> str:
         name = re.sub(r"^(module\.)+", "", name)
-        local = re.match(r"(decoder\.layers\.\d+)\.(.*)", name)
+        local = _INSIDE_LAYER.match(name)
         return name if local is None else f"{layers[local[1]]}.{_inside_layer(local[2], first_expert)}"
 
     return canonical

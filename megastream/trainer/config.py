@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megastream.families import family_of
 from megastream.families.decoder import shared_ffn
 from megastream.families.types import ModelShape
 
@@ -65,6 +66,8 @@ class TrainerConfig:
     own. Without it all stages have equally many.
     """
     mtp_layers: int = 0
+    """Layers of multi-token prediction behind the last one (GLM-4.5-MoE). They are trained and saved, with a tenth of
+    the loss; no engine takes them."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are computed again in the backward: none, those of the attention's core, or all of a layer's."""
     per_token_loss: bool = False
@@ -98,6 +101,11 @@ class TrainerConfig:
                 f"your own"
             )
         _refuse_fields(shape)
+        if settings.get("mtp_layers") and not family_of(shape).has_mtp:
+            raise ValueError(
+                f"trainer setting mtp_layers={settings['mtp_layers']} is not supported: the table of family "
+                f"{shape.family} has no rows for multi-token prediction; set mtp_layers to 0"
+            )
         rope = raw.get("rope_parameters") or raw
         model: dict[str, Any] = dict(
             layers=shape.num_layers,
@@ -189,11 +197,16 @@ def _check_stages(stages: tuple[int, ...], layers: int, pp: int, vpp: int) -> No
 
 
 def _refuse_features(config: TrainerConfig) -> None:
-    if config.mtp_layers:
-        raise ValueError(
-            f"trainer setting mtp_layers={config.mtp_layers} is not supported: no family table has the weights of "
-            f"multi-token prediction layers; set mtp_layers to 0"
-        )
+    refusals = (
+        (config.tied, "with a tied head Megatron leaves a second one on the last stage, which is never trained"),
+        (config.cp > 1, "it was never run here with context parallelism"),
+        (config.stage_layers and config.stage_layers[-1] == 0, "the last stage needs a layer of its own beside it"),
+    )
+    for refused, reason in refusals:
+        if config.mtp_layers and refused:
+            raise ValueError(
+                f"trainer setting mtp_layers={config.mtp_layers} is not supported: {reason}; set mtp_layers to 0"
+            )
 
 
 def _refuse_fields(shape: ModelShape) -> None:

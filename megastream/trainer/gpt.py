@@ -24,20 +24,18 @@ _FUSIONS = (
 def transformer_config(config: TrainerConfig, device: str) -> Any:
     """Megatron's own config of the model and its layout, for `device` "cpu" or "cuda".
 
-    UnsupportedTrainer for context parallelism with TransformerEngine.
+    UnsupportedTrainer for context parallelism and for multi-token prediction with TransformerEngine.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if config.cp > 1 and compat.has_transformer_engine():
-        raise compat.UnsupportedTrainer(
-            f"trainer setting cp={config.cp} is not supported with TransformerEngine: its attention over several ranks "
-            "was never run here; set cp to 1"
-        )
+    if compat.has_transformer_engine():
+        _refuse_on_transformer_engine(config)
     dtype = getattr(torch, config.dtype)
     # Each of these would call an apex or CUDA kernel.
     only_cpu = dict(use_cpu_initialization=True, persist_layer_norm=False, batch_p2p_comm=False, batch_p2p_sync=False)
     return TransformerConfig(
         num_layers=config.layers,
+        mtp_num_layers=config.mtp_layers or None,
         hidden_size=config.hidden,
         num_attention_heads=config.heads,
         num_query_groups=config.kv_groups,
@@ -71,6 +69,18 @@ def transformer_config(config: TrainerConfig, device: str) -> Any:
     )
 
 
+def _refuse_on_transformer_engine(config: TrainerConfig) -> None:
+    refusals = (
+        (config.cp > 1, f"cp={config.cp}", "its attention over several ranks was never run here", "cp to 1"),
+        (config.mtp_layers, f"mtp_layers={config.mtp_layers}", "its layers were never run here", "mtp_layers to 0"),
+    )
+    for refused, setting, reason, remedy in refusals:
+        if refused:
+            raise compat.UnsupportedTrainer(
+                f"trainer setting {setting} is not supported with TransformerEngine: {reason}; set {remedy}"
+            )
+
+
 def _experts(config: TrainerConfig) -> dict[str, Any]:
     shared = dict(moe_shared_expert_intermediate_size=config.shared_ffn, moe_shared_expert_gate=config.shared_gate)
     with_bias = dict(
@@ -102,7 +112,7 @@ def _stages(config: TrainerConfig) -> list[list[str]] | None:
         return None
     stages = [["decoder"] * layers for layers in config.stage_layers]
     stages[0].insert(0, "embedding")
-    stages[-1].append("loss")
+    stages[-1] += ["mtp"] * config.mtp_layers + ["loss"]
     return stages
 
 
@@ -123,9 +133,10 @@ def gpt_stage(config: TrainerConfig, transformer: Any, stage: int | None, device
     torch.manual_seed(config.seed)
     virtual = {} if stage is None else {"vp_stage": stage}
     ends = {"ignore_virtual": stage is None, **virtual}
+    block = _block_spec(transformer, stage)
     model = GPTModel(
         transformer,
-        _block_spec(transformer, stage),
+        block,
         vocab_size=config.vocab,
         max_sequence_length=config.max_sequence,
         pre_process=parallel_state.is_pipeline_first_stage(**ends),
@@ -134,6 +145,7 @@ def gpt_stage(config: TrainerConfig, transformer: Any, stage: int | None, device
         position_embedding_type="rope",
         rotary_base=int(config.rope_theta),
         rotary_percent=config.rope_part,
+        mtp_block_spec=_mtp_spec(transformer, block, stage) if config.mtp_layers else None,
         **virtual,
     )
     model = model.cuda() if device == "cuda" else model
@@ -191,3 +203,14 @@ def _block_spec(transformer: Any, stage: int | None) -> Any:
     if transformer.sequence_parallel:
         block.layer_norm = _MarkedRMSNorm
     return block
+
+
+def _mtp_spec(transformer: Any, block: Any, stage: int | None) -> Any:
+    """Layers of multi-token prediction, made like the last layer of `block`; None on stages that have none."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    mtp = get_gpt_mtp_block_spec(transformer, block, use_transformer_engine=False, vp_stage=stage)
+    if mtp is not None and transformer.sequence_parallel:
+        for layer in mtp.layer_specs:
+            layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = _MarkedRMSNorm
+    return mtp

@@ -167,7 +167,8 @@ def _forward(batches: Iterator[TokenBatch], model: Any) -> tuple[torch.Tensor, A
     counted = torch.ones(size, length, device=device) if batch.mask is None else batch.mask.to(device)
     ours, everyones = sequence_parts(length, device)
     ahead = (everyones[None] > ours[:, None])[None, None]
-    losses = model(tokens[:, :-1][:, ours], ours[None].expand(size, -1), ahead, labels=tokens[:, 1:][:, ours])
+    mask = {"loss_mask": counted[:, ours]} if model.config.mtp_num_layers else {}
+    losses = model(tokens[:, :-1][:, ours], ours[None].expand(size, -1), ahead, labels=tokens[:, 1:][:, ours], **mask)
 
     def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Megatron multiplies by the ranks of a sequence and then takes the mean of their gradients."""

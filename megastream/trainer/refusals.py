@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from megastream.families.family import Family
+from megastream.families.types import ModelShape
 from megastream.trainer.compat import UnsupportedTrainer
 
 Refusals = tuple[tuple[str, str, str], ...]
@@ -32,8 +34,12 @@ _DDP: Refusals = (
     ("fp4_param_gather", "a bucket's bytes would not be the weights", "switch it off"),
 )
 _MODEL: Refusals = (
-    ("mtp_num_layers", "no family table has the weights of multi-token prediction layers", "leave them out"),
-    ("multi_latent_attention", "no family table has its projections", "use grouped query attention"),
+    ("mtp_use_repeated_layer", "one layer would be several of a checkpoint's", "switch it off"),
+    (
+        "multi_latent_attention",
+        "vLLM computes with what it derives from its projections",
+        "use grouped query attention",
+    ),
     ("add_bias_linear", "no family table has the biases of all linears", "switch it off"),
     ("moe_use_legacy_grouped_gemm", "one parameter would hold all experts of a rank", "switch it off"),
     ("fp8", "a bucket's bytes would not be the weights", "train in bf16"),
@@ -78,6 +84,23 @@ def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
         raise UnsupportedTrainer(
             f"TransformerConfig.{_BALANCING}={balancing} is not supported: it routes by a bias that is no parameter, "
             f"and no family table has it; choose another one"
+        )
+
+
+def refuse_mtp(chunks: Sequence[Any], family: Family, shape: ModelShape) -> None:
+    """UnsupportedTrainer when the model has layers of multi-token prediction that cannot be named or stepped."""
+    if not (layers := chunks[0].config.mtp_num_layers):
+        return
+    reason = ""
+    if not family.has_mtp:
+        reason = f"the table of family {family.name} has no rows for multi-token prediction"
+    elif shape.tied:
+        reason = "with a tied head Megatron leaves a second one on the last stage, which is never trained"
+    elif any(getattr(param, "grad_norm_group", None) for chunk in chunks for param in chunk.parameters()):
+        reason = "its gradients are clipped by a norm of their own (grad_norm_group)"
+    if reason:
+        raise UnsupportedTrainer(
+            f"TransformerConfig.mtp_num_layers={layers} is not supported: {reason}; leave these layers out"
         )
 
 

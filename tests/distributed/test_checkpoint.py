@@ -157,6 +157,7 @@ SAME = [
     ("pp2 vpp2", dict(pp=2, vpp=2, dispatcher="alltoall", clip=0.3), 2),
     ("dp2, stock buckets overlapped", dict(overlap_grad_reduce=True, ddp_bucket_elements=20000), 2),
     ("pp2 ep2, routers' biases", dict(tiny=tiny_glm4, pp=2, ep=2), 4),
+    ("pp2 ep2, multi-token prediction", dict(tiny=tiny_glm4, mtp_layers=1, pp=2, ep=2), 4),
 ]
 
 
@@ -184,6 +185,12 @@ OTHER = [
         "routers' biases, pp2 ep2 to tp2 ep2",
         dict(tiny=tiny_glm4, pp=2, ep=2),
         dict(tiny=tiny_glm4, tp=2, ep=2, etp=1),
+        (4, 2),
+    ),
+    (
+        "multi-token prediction, ep4 to pp2 vpp2",
+        dict(tiny=tiny_glm4, mtp_layers=1, ep=4),
+        dict(tiny=tiny_glm4, mtp_layers=1, pp=2, vpp=2),
         (4, 2),
     ),
 ]

@@ -6,7 +6,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,15 @@ def _await(path: Path) -> Any:
     return pickle.loads(path.read_bytes())
 
 
+def _taken(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
+    """What engines have: no layers of multi-token prediction."""
+    return hf_shapes(replace(config, mtp_layers=0))
+
+
 def _plan(trainers: list[RankLayout], config: TrainerConfig) -> Plan:
     """Each of two engine ranks takes every second tensor, whole."""
     shape = load_shape(hf_config(config))
-    family, names = family_of(shape), list(hf_shapes(config))
+    family, names = family_of(shape), list(_taken(config))
     engines = [
         whole_rank_layout(family, shape, rank=t, world_size=TARGETS, coords={"tp": 0}, names=names[t::TARGETS])
         for t in range(TARGETS)
@@ -153,9 +158,7 @@ def _header(plan: Plan, piece: Piece, version: int, attempt: int, checksum: int)
 
 def _engine(config: TrainerConfig, folder: Path) -> None:
     plan = _plan(_await(folder / "layouts"), config)
-    live = {
-        name: torch.full(shape, torch.nan, dtype=hf_dtype(config, name)) for name, shape in hf_shapes(config).items()
-    }
+    live = {name: torch.full(shape, torch.nan, dtype=hf_dtype(config, name)) for name, shape in _taken(config).items()}
     receivers = [GlooReceiver("127.0.0.1") for _ in range(TARGETS)]
     pairs = sorted({(piece.target, piece.source) for piece in plan.pieces})
     addresses = {(t, s): receivers[t].address(s) for t, s in pairs}
@@ -247,13 +250,13 @@ def test_routers_biases_arrive_as_finalize_has_left_them(finality: str, ownershi
 def check_arrivals(config: TrainerConfig, trainers: int, tmp_path: Path, way: Way = Way()) -> list[EmitReport]:
     """One process is both engine ranks; what it holds after each step must be what the trainer holds."""
     results = run_ranks(_body, trainers + 1, config=config, folder=str(tmp_path), way=way, timeout_s=90)
-    sizes = {name: torch.Size(shape).numel() for name, shape in hf_shapes(config).items()}
+    sizes = {name: torch.Size(shape).numel() for name, shape in _taken(config).items()}
     num_bytes = sum(size * hf_dtype(config, name).itemsize for name, size in sizes.items())
     for index, version in enumerate(VERSIONS):
         dumps = [oracle.read_dump(tmp_path / f"raw{version}/rank{rank}.safetensors") for rank in range(trainers)]
         expected = gathered(dumps, config)
         live = load_file(tmp_path / f"live{version}.safetensors")
-        assert live.keys() == expected.keys()
+        assert live.keys() == _taken(config).keys() and expected.keys() == hf_shapes(config).keys()
         assert [name for name in live if not torch.equal(live[name], expected[name])] == []
         reports = [result[index] for result in results[:trainers]]
         assert sum(report.elements for report in reports) == sum(sizes.values())

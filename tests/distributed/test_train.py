@@ -98,9 +98,18 @@ def test_routers_biases_are_trained_saved_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_layout_features_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    write_files(tmp_path)
-    said = set(run(job(tmp_path, **ONE, layout__mtp_layers=1), 1))
+def test_multi_token_prediction_is_trained_and_resumed(tmp_path: Path) -> None:
+    """And refused where the family's table has no rows for it."""
+    whole, parts, qwen3 = folders = tmp_path / "whole", tmp_path / "parts", tmp_path / "qwen3"
+    for folder in folders[:2]:
+        write_files(folder, tiny_glm4, mtp_layers=1)
+    assert run(job(whole, layout__mtp_layers=1)) == [""] * 4
+    assert run(job(parts, layout__mtp_layers=1, run__steps=4)) == [""] * 4
+    assert run(job(parts, layout__mtp_layers=1)) == [""] * 4
+    assert trace(parts) == trace(whole) and len(trace(whole)) == STEPS
+    assert any(".eh_proj." in name for name in plain(whole / "run/checkpoints/step_00000008"))
+    write_files(qwen3)
+    said = set(run(job(qwen3, **ONE, layout__mtp_layers=1), 1))
     assert len(said) == 1 and "trainer setting mtp_layers=1 is not supported: " in said.pop()
 
 

@@ -88,6 +88,7 @@ def _glm4_fields(config: TrainerConfig) -> dict[str, Any]:
         "partial_rotary_factor": config.rope_part,
         "attention_bias": config.qkv_bias,
         "use_qk_norm": config.qk_norm,
+        "num_nextn_predict_layers": config.mtp_layers,
         "n_group": 1,
         "topk_group": 1,
     }
@@ -105,7 +106,7 @@ def hf_shapes(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
     hidden, head = config.hidden, config.head_dim
     q, kv = config.heads * head, config.kv_groups * head
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab, hidden)}
-    for layer in range(config.layers):
+    for layer in range(config.layers + config.mtp_layers):
         prefix = f"model.layers.{layer}."
         attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         norms = {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)} if config.qk_norm else {}
@@ -115,6 +116,9 @@ def hf_shapes(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
             shapes |= {f"{prefix}self_attn.{name}.bias": attention[name][:1] for name in ("q_proj", "k_proj", "v_proj")}
         shapes |= {f"{prefix}{name}.weight": shape for name, shape in norms.items()}
         shapes |= _mlp_shapes(config, f"{prefix}mlp.", dense=layer < config.dense_layers)
+        if layer >= config.layers:
+            shapes |= {f"{prefix}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            shapes[f"{prefix}eh_proj.weight"] = (hidden, 2 * hidden)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tied:
         shapes["lm_head.weight"] = (config.vocab, hidden)

@@ -27,7 +27,6 @@ VALUES: dict[str, Any] = {
     "optimizer": "muon",
     "grad_norm_skip_threshold": 5.0,
     "use_distributed_optimizer": False,
-    "mtp_num_layers": 1,
     "num_distributed_optimizer_instances": 2,
     "gtp_weight_remat_size": 2,
     "expert_gtp_weight_remat_size": 2,
@@ -107,6 +106,7 @@ def test_rows_that_nothing_else_would_miss() -> None:
         "gtp_weight_remat_size",
         "expert_gtp_weight_remat_size",
         "mtp_detach_heads",
+        "mtp_use_repeated_layer",
         "moe_mlp_glu_interleave_size",
         "moe_shared_expert_glu_interleave_size",
     }

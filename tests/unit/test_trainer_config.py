@@ -49,7 +49,9 @@ def test_virtual_stages_need_stages() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(mtp_layers=1), "trainer setting mtp_layers=1 is not supported: .*; set mtp_layers to 0"),
+        (dict(mtp_layers=1, tied=True), "setting mtp_layers=1 is not supported: with a tied .*; set mtp_layers to 0"),
+        (dict(mtp_layers=1, cp=2), "setting mtp_layers=1 is not supported: it was never run .*; set mtp_layers to 0"),
+        (dict(mtp_layers=1, pp=2, stage_layers=(4, 0)), "mtp_layers=1 is not supported: the last stage needs a layer"),
         (dict(pp=2, stage_layers=(1, 2, 1)), r"stage_layers=\[1, 2, 1\] does not fit pp=2, vpp=1; give 2 numbers"),
         (dict(pp=2, vpp=2, stage_layers=(2, 0, 1, 1)), r"\[2, 0, 1, 1\] has a stage with nothing on it"),
         (dict(pp=2, stage_layers=(2, 3)), r"\[2, 3\] has 5 layers, the model 4; change one"),
