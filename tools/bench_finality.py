@@ -7,12 +7,17 @@ turns, every model takes a block of two steps; a block of a policy and the stock
 Pieces go into lanes that only count. A block ends when everything of it has left, so that no cost is hidden.
 
 Timeline: from the end of the last backward (of all ranks) until the first unit, half of the bytes, and all bytes have
-left, in percent of the step, medians; negative: before that backward ended. Cost: the mean paired difference to stock
-in percent, with its 95 % confidence interval; `stock again` is a second stock model. Memory: peak of what a step
-allocates beyond what a stock step does, and what `speculative` keeps, both in fp32 copies of the rank's optimizer
-shard. A row whose bytes are not the plan's is invalid. `aborting` is speculative with every step clipped. `+slice`
-behind a policy: every replica sends what it steps, before the gather, instead of one replica after it; in one run with
-the same policy without it (`--dp 2 --policies pipelined pipelined+slice`) that is the comparison of both.
+left, in percent of the step, medians; negative: before that backward ended. `slots`: for how long packing waited for a
+free slot, in ms, median. Cost: the mean paired difference to stock in percent, with its 95 % confidence interval (of
+Student's t); `stock again` is a second stock model. It holds or fails with at least 30 pairs, with fewer there is no
+verdict. Memory: peak of what a step allocates beyond what a stock step does, behind the warm-up, so without what
+`speculative` keeps; that, too, both in fp32 copies of the rank's optimizer shard. `aborting` is speculative with every
+step clipped, and never falls back. A row is invalid whose bytes are not the plan's, or with a step that was taken back
+where none should be, or not where all should be. `+slice` behind a policy: every replica sends what it steps, before
+the gather, instead of one replica after it; in one run with the same policy without it (`--dp 2 --policies pipelined
+pipelined+slice`) that is the comparison of both.
+
+Exit code 1 when a row fails or is invalid, or when a process fails or does not end in time.
 """
 
 from __future__ import annotations
@@ -28,12 +33,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_finality_rank import POLICIES, SLICES, Rank
+from bench_finality_rank import ABORTING, POLICIES, SLICES, Rank
 
 SPREAD = "stock again"
 MOST_PERCENT = 3.0
-T_95 = 2.045
-"""Student's t for 30 pairs."""
+LEAST_PAIRS = 30
 
 
 def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
@@ -63,14 +67,15 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
 def timeline(name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the steps of one policy, from what all ranks saw."""
     seen = [rank["seen"][name] for rank in ranks]
-    rows: dict[str, list[float]] = {"first": [], "half": [], "all": [], "lease_ms": []}
+    rows: dict[str, list[float]] = {"first": [], "half": [], "all": [], "slot_ms": []}
     wrong = 0
     for steps in zip(*(one["steps"] for one in seen), strict=True):
         last_backward = max(step["backward_end"] for step in steps)
         step_s = max(step["end"] for step in steps) - min(step["begin"] for step in steps)
         sent = sorted(event for step in steps for event in step["sent"])
         total = sum(size for _, _, size in sent)
-        wrong += total != seen[0]["plan_bytes"]
+        aborted = any(step["attempt"] > 0 for step in steps)
+        wrong += total != seen[0]["plan_bytes"] or aborted != name.startswith(ABORTING)
         left, done, half = dict(seen[0]["unit_bytes"]), 0, 0.0
         first = 0.0
         for at, unit, size in sent:
@@ -80,7 +85,7 @@ def timeline(name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
             half = half or (at if 2 * done >= total else 0.0)
         for key, at in (("first", first), ("half", half), ("all", sent[-1][0])):
             rows[key].append(100 * (at - last_backward) / step_s)
-        rows["lease_ms"].append(1e3 * max(step["slot_wait_s"] for step in steps))
+        rows["slot_ms"].append(1e3 * max(step["slot_wait_s"] for step in steps))
     medians = {key: round(statistics.median(values), 1) for key, values in rows.items()}
     return {**medians, "steps": len(rows["all"]), "invalid_steps": wrong, "aborts": seen[0]["aborts"]}
 
@@ -91,8 +96,20 @@ def cost(name: str, ranks: list[dict[str, Any]]) -> dict[str, float]:
         key: [max(times) for times in zip(*(r["blocks"][key] for r in ranks), strict=True)] for key in (name, "stock")
     }
     percent = [100 * (a - b) / b for a, b in zip(slowest[name], slowest["stock"], strict=True)]
-    spread = T_95 * statistics.stdev(percent) / len(percent) ** 0.5
+    spread = student_t(len(percent) - 1) * statistics.stdev(percent) / len(percent) ** 0.5
     return {"mean": round(statistics.mean(percent), 2), "ci": round(spread, 2), "pairs": len(percent)}
+
+
+def student_t(freedom: int) -> float:
+    """The 97.5 % quantile for so many degrees of freedom: Fisher's expansion, right to 0.001 from 8 on."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
 def _memory(name: str, ranks: list[dict[str, Any]]) -> dict[str, float]:
@@ -120,6 +137,7 @@ def main() -> None:
         ("hidden", 192, "width of the model; its heads are 32 wide"),
         ("bucket", 1_000_000, "elements at which a bucket ends"),
         ("slots", 4, "packed pieces that may wait, per lane"),
+        ("limit", 3600, "seconds after which everything is ended"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} ({value})")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES + SLICES)
@@ -131,38 +149,68 @@ def main() -> None:
         processes = [context.Process(target=rank_main, args=(rank, options, folder)) for rank in range(world)]
         for process in processes:
             process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise SystemExit("a trainer process failed; its output is above")
+        await_end(processes, options.limit)
         ranks = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
     rows = {name: timeline(name, ranks) for name in options.policies}
     costs = {name: cost(name, ranks) for name in (SPREAD, *options.policies)}
     memory = {name: _memory(name, ranks) for name in rows}
-    show(rows, costs, memory, statistics.median(ranks[0]["blocks"]["stock"]))
+    verdicts = {name: verdict(row, costs[name], costs[SPREAD]) for name, row in rows.items()}
+    show(rows, costs, memory, verdicts, statistics.median(ranks[0]["blocks"]["stock"]))
     if options.json is not None:
-        options.json.write_text(json.dumps({"timeline": rows, "cost": costs, "memory": memory}, indent=1))
+        figures = {"timeline": rows, "cost": costs, "memory": memory, "verdict": verdicts}
+        options.json.write_text(json.dumps(figures, indent=1))
+    raise SystemExit(1 if {"invalid", "fails"} & set(verdicts.values()) else 0)
 
 
-def show(rows: dict[str, Any], costs: dict[str, Any], memory: dict[str, Any], block_s: float) -> None:
-    spread = abs(costs[SPREAD]["mean"]) + costs[SPREAD]["ci"]
-    limit = max(MOST_PERCENT, spread)
+def await_end(processes: list[Any], limit_s: float) -> None:
+    """SystemExit when one fails, or any is left after the limit; the others are ended then."""
+    end = time.monotonic() + limit_s
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes) or time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    left = [process for process in processes if process.is_alive()]
+    failed = any(process.exitcode for process in processes)
+    for process in left:
+        process.kill()
+        process.join()
+    if failed:
+        raise SystemExit("a trainer process failed; its output is above")
+    if left:
+        raise SystemExit(f"{len(left)} trainer processes were still there after {limit_s:g} s; raise --limit")
+
+
+def limit_percent(again: dict[str, float]) -> float:
+    """What a policy may cost: 3 %, or the spread of stock against stock where that is larger."""
+    return max(MOST_PERCENT, abs(again["mean"]) + again["ci"])
+
+
+def verdict(row: dict[str, Any], one: dict[str, float], again: dict[str, float]) -> str:
+    if row["invalid_steps"] or not row["steps"]:
+        return "invalid"
+    if one["pairs"] < LEAST_PAIRS:
+        return "few"
+    limit = limit_percent(again)
+    return "holds" if one["mean"] + one["ci"] <= limit else "fails" if one["mean"] - one["ci"] > limit else "open"
+
+
+def show(
+    rows: dict[str, Any], costs: dict[str, Any], memory: dict[str, Any], verdicts: dict[str, str], block_s: float
+) -> None:
     print(
         f"median stock block of two steps {1e3 * block_s:.0f} ms; stock again {_cost(costs[SPREAD])}; "
-        f"limit {limit:.1f} %"
+        f"limit {limit_percent(costs[SPREAD]):.1f} %; {costs[SPREAD]['pairs']} pairs"
+        + (f", a verdict needs {LEAST_PAIRS}" if costs[SPREAD]["pairs"] < LEAST_PAIRS else "")
     )
     print(
-        f"{'policy':>17} {'first':>7} {'half':>7} {'all':>7} {'cost %':>16} {'':>8} "
+        f"{'policy':>17} {'first':>7} {'half':>7} {'all':>7} {'slots':>7} {'cost %':>16} {'':>8} "
         f"{'peak':>6} {'kept':>6} {'aborts':>7}"
     )
     for name, row in rows.items():
-        mean, ci = costs[name]["mean"], costs[name]["ci"]
-        verdict = "holds" if mean + ci <= limit else "fails" if mean - ci > limit else "open"
-        if row["invalid_steps"]:
-            verdict = "invalid"
         print(
-            f"{name:>17} {row['first']:7.1f} {row['half']:7.1f} {row['all']:7.1f} {_cost(costs[name]):>16} "
-            f"{verdict:>8} {memory[name]['extra']:6.2f} {memory[name]['kept']:6.2f} {row['aborts']:7d}"
+            f"{name:>17} {row['first']:7.1f} {row['half']:7.1f} {row['all']:7.1f} {row['slot_ms']:7.1f} "
+            f"{_cost(costs[name]):>16} {verdicts[name]:>8} {memory[name]['extra']:6.2f} {memory[name]['kept']:6.2f} "
+            f"{row['aborts']:7d}"
         )
 
 

@@ -27,7 +27,8 @@ from megastream.trainer.model import TokenBatch
 from megastream.trainer.stepper import Listener, Stepper
 from megastream.transport.checksum import checksum
 
-POLICIES = ("whole", "pipelined", "speculative", "early", "aborting")
+ABORTING = "aborting"
+POLICIES = ("whole", "pipelined", "speculative", "early", ABORTING)
 SLICES = ("pipelined+slice", "speculative+slice", "early+slice")
 SEQUENCE, BATCH, BLOCK_STEPS, VOCAB, EXPERTS = 128, 2, 2, 2048, 8
 DEADLINE_S = 120.0
@@ -99,7 +100,7 @@ class Rank:
     def build(self, name: str) -> Model:
         # Clipping is switched on and never needed, always needed, or off.
         policy, _, ownership = name.partition("+")
-        chunks, optimizer = model.build(config := self._config({"early": 0.0, "aborting": 1e-3}.get(policy, 1e6)))
+        chunks, optimizer = model.build(config := self._config({"early": 0.0, ABORTING: 1e-3}.get(policy, 1e6)))
         built = Model(config, chunks, optimizer)
         finalize = chunks[0].config.finalize_model_grads_func
 
@@ -109,7 +110,7 @@ class Rank:
 
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         if not name.startswith("stock"):
-            self._attach(built, "speculative" if policy == "aborting" else policy, ownership or "replica")
+            self._attach(built, "speculative" if policy == ABORTING else policy, ownership or "replica")
         return built
 
     def block(self, built: Model, index: int, microbatches: int | None = None) -> float:
@@ -205,7 +206,8 @@ class Rank:
             slots_per_target=options.slots,
             deadline_s=DEADLINE_S,
         )
-        built.stepper = adapter.stepper(finality, Listener(built.emitter.final, built.opens, built.withdrawn))
+        listener = Listener(built.emitter.final, built.opens, built.withdrawn)
+        built.stepper = adapter.stepper(finality, listener, max_abort_rate=1.0)  # `aborting` must not fall back
 
     def _step(self, built: Model, index: int, count: int) -> None:
         begin = time.perf_counter()

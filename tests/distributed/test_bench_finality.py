@@ -1,0 +1,86 @@
+"""The benchmark of the finality policies: what of it holds on any machine. Its times are nobody's promise here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+POLICIES = ("whole", "pipelined", "speculative", "early", "aborting")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    spec = importlib.util.spec_from_file_location("bench_finality", ROOT / "tools" / "bench_finality.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_interval_is_that_of_so_many_pairs(bench: Any) -> None:
+    """Tabled quantiles."""
+    for freedom, tabled in ((9, 2.2622), (19, 2.0930), (29, 2.0452), (59, 2.0010), (1000, 1.9623)):
+        assert bench.student_t(freedom) == pytest.approx(tabled, abs=1e-3)
+
+
+def test_verdicts(bench: Any) -> None:
+    def said(mean: float, ci: float, pairs: int = 30, invalid: int = 0, again: float = 0.5) -> str:
+        row = {"invalid_steps": invalid, "steps": 60}
+        return str(bench.verdict(row, dict(mean=mean, ci=ci, pairs=pairs), dict(mean=0.0, ci=again, pairs=pairs)))
+
+    assert said(1.0, 1.9) == "holds"
+    assert said(1.0, 2.1) == "open"
+    assert said(5.0, 1.9) == "fails"
+    assert said(5.0, 1.9, again=8.0) == "holds", "stock differs from stock by more"
+    assert said(1.0, 1.9, pairs=29) == "few"
+    assert said(1.0, 1.9, invalid=1) == said(1.0, 1.9, pairs=5, invalid=1) == "invalid"
+
+
+def steps(attempt: int, sizes: tuple[int, ...] = (2, 2)) -> list[dict[str, Any]]:
+    sent = [(1.0 + at, "unit", size) for at, size in enumerate(sizes)]
+    return [dict(begin=0.0, backward_end=1.0, end=2.0, slot_wait_s=0.0, version=1, attempt=attempt, sent=sent)]
+
+
+@pytest.mark.parametrize(
+    ("name", "attempt", "sizes", "invalid"),
+    [
+        ("early", 0, (2, 2), 0),
+        ("early", 0, (2, 1), 1),
+        ("speculative", 1, (2, 2), 1),
+        ("aborting", 1, (2, 2), 0),
+        ("aborting", 0, (2, 2), 1),
+    ],
+)
+def test_a_step_that_is_not_what_its_row_says_makes_the_row_invalid(
+    bench: Any, name: str, attempt: int, sizes: tuple[int, ...], invalid: int
+) -> None:
+    seen = {"steps": steps(attempt, sizes), "plan_bytes": 4, "unit_bytes": {"unit": 4}, "aborts": attempt}
+    assert bench.timeline(name, [{"seen": {name: seen}}])["invalid_steps"] == invalid
+
+
+@pytest.mark.full
+def test_a_few_pairs_of_every_policy_send_what_the_plan_says(tmp_path: Path) -> None:
+    """Two stages; every measured step of `aborting` is taken back, none of the others."""
+    out, pairs = tmp_path / "figures.json", 2
+    size = ["--pp", "2", "--microbatches", "2", "--layers", "2", "--hidden", "64", "--bucket", "50000"]
+    command = [sys.executable, "tools/bench_finality.py", *size, "--pairs", str(pairs), "--json", str(out)]
+    done = subprocess.run(
+        [*command, "--policies", *POLICIES], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "a verdict needs 30" in done.stdout
+    figures = json.loads(out.read_text())
+    assert set(figures["verdict"]) == set(POLICIES) and set(figures["verdict"].values()) == {"few"}
+    for name, row in figures["timeline"].items():
+        assert (row["steps"], row["invalid_steps"]) == (2 * pairs, 0), name
+        assert (row["aborts"] >= row["steps"]) == (name == "aborting"), name
+    kept = {name: row["kept"] for name, row in figures["memory"].items()}
+    assert kept["speculative"] == pytest.approx(3.0, abs=0.01) and kept["early"] == kept["pipelined"] == 0.0
