@@ -17,11 +17,10 @@ all of them as AgreedError, with the words of the first.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,33 +31,13 @@ from megastream.trainer import compat, compat_checkpoint
 from megastream.trainer.agreement import AgreedError, gather, raise_first, together
 from megastream.trainer.checkpoint_folder import CheckpointError, CheckpointFolder, Manifest, faults, measure, reading
 from megastream.trainer.checkpoint_index import index_faults
+from megastream.trainer.checkpoint_pending import PendingSave
 from megastream.trainer.checkpoint_state import describe, snapshot
 from megastream.trainer.checkpoint_types import CheckpointSettings, Resumed, Saved, mismatch
 
 _POLL_S = 0.01
 _VISIBLE_S = 10.0
 """How long a folder made on one node may take to be seen on another."""
-
-
-@dataclass
-class _Pending:
-    """A save on its way. `files` and `error` are the thread's, read once it has ended."""
-
-    folder: Path
-    manifest: Manifest
-    planned: compat_checkpoint.PlannedSave
-    begin_s: float
-    blocked_s: float
-    files: dict[str, tuple[int, str]] = field(default_factory=dict)
-    error: str = ""
-    thread: threading.Thread | None = None
-
-    def write(self) -> None:
-        try:
-            self.planned.write()
-            self.files = {path.name: measure(path) for path in self.planned.files if path.exists()}
-        except (OSError, RuntimeError) as error:
-            self.error = str(error)
 
 
 class Checkpointer:
@@ -77,7 +56,7 @@ class Checkpointer:
         self._chunks, self._optimizer, self._settings = chunks, optimizer, settings
         self._facts, self._layout = facts, {**layout, "ranks": dist.get_world_size()}
         self._folder, self._rank = CheckpointFolder(folder), dist.get_rank()
-        self._pending: _Pending | None = None
+        self._pending: PendingSave | None = None
 
     def open(self) -> list[str]:
         """Takes the folder and sweeps what a killed trainer left in it; returns the names, on rank 0."""
@@ -112,14 +91,13 @@ class Checkpointer:
             parts = describe(self._chunks, self._optimizer)
             snapshot(parts)
         parts |= {"iteration": step, "train_state": state, "random": gather(compat_checkpoint.random_states())}
-        planned = compat_checkpoint.plan_save(parts, folder)
+        with self._writing(step):
+            planned = compat_checkpoint.plan_save(parts, folder)
         manifest = Manifest(
             step, self._facts, {**state, "adam_step": adam_step}, layout=self._layout, libraries=_libraries()
         )
-        pending = _Pending(folder, manifest, planned, begin, time.monotonic() - begin)
-        pending.thread = threading.Thread(target=pending.write, name=f"megastream-save-{self._rank}", daemon=True)
-        pending.thread.start()
-        self._pending = pending
+        self._pending = PendingSave(folder, manifest, planned, begin, time.monotonic() - begin)
+        self._pending.start(f"megastream-save-{self._rank}")
 
     def poll(self, *, wait: bool = False) -> Saved | None:
         """Publishes the pending save once every rank has written; None while it goes on, or when there is none.
@@ -127,12 +105,10 @@ class Checkpointer:
         AgreedError when writing failed somewhere, or is not done after `deadline_s`.
         """
         pending = self._pending
-        if pending is None or pending.thread is None:
+        if pending is None:
             return None
         left_s = self._settings.deadline_s - (time.monotonic() - pending.begin_s)
-        if wait:
-            pending.thread.join(max(left_s, 0.0))
-        writing = gather(pending.thread.is_alive())
+        writing = gather(not pending.is_written_within(max(left_s, 0.0) if wait else 0.0))
         if any(writing):
             if any(gather(left_s <= 0 or wait)):
                 raise AgreedError(
@@ -141,24 +117,37 @@ class Checkpointer:
                 )
             return None
         self._pending = None
-        raise_first(gather(pending.error or None))
         return self._publish(pending)
 
-    def _publish(self, pending: _Pending) -> Saved:
-        with together(*compat_checkpoint.loading_errors()):
+    def _publish(self, pending: PendingSave) -> Saved:
+        with self._writing(pending.manifest.step):
+            if pending.error:
+                raise CheckpointError(pending.error)
+        with self._writing(pending.manifest.step):
             pending.planned.publish_index()
         files = {name: fact for part in gather(pending.files) for name, fact in part.items()}
         removed: list[str] = []
         path = pending.folder
-        with together(CheckpointError, OSError):
+        with self._writing(pending.manifest.step):
             if self._rank == 0:
                 files |= {p.name: measure(p) for p in pending.folder.iterdir() if p.name not in files}
                 _refuse_faults(pending.folder, list(index_faults(pending.folder, _sizes(files))))
                 path = self._folder.publish(pending.folder, replace(pending.manifest, files=files))
-                removed = self._folder.prune(self._settings.keep)
+                removed = self._folder.prune(self._settings.keep, pending.manifest.step)
         num_bytes = sum(size for size, _ in files.values())
         total_s = time.monotonic() - pending.begin_s
         return Saved(pending.manifest.step, path, num_bytes, pending.blocked_s, total_s, tuple(removed))
+
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """What goes wrong in the block, on whatever rank, is an AgreedError that names the checkpoint."""
+        with together(CheckpointError):
+            try:
+                yield
+            except compat_checkpoint.loading_errors() as error:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} cannot be written to {self._folder.root}: {error}"
+                ) from error
 
     def _begin(self, step: int) -> Path:
         path = ""
@@ -171,7 +160,7 @@ class Checkpointer:
         return folder
 
     def _see(self, folder: Path) -> None:
-        end = time.monotonic() + _VISIBLE_S
+        end = time.monotonic() + min(_VISIBLE_S, self._settings.deadline_s)
         while not folder.is_dir():
             if time.monotonic() > end:
                 raise CheckpointError(
@@ -186,9 +175,10 @@ class Checkpointer:
     ) -> Resumed | None:
         """Loads `which`, or the newest checkpoint that is whole, into model and optimizer; None when there is none.
 
-        `allow_changed` are dotted names of facts that may differ. `weights_only` resets the fp32 masters to the loaded
-        weights and forgets the moments. AgreedError when `which` is not whole, when there are checkpoints and none is
-        whole, or when it is of another model, data or schedule: the message names what differs.
+        Newer ones in the folder were not whole: they get names that are never picked. `allow_changed` are dotted names
+        of facts that may differ. `weights_only` resets the fp32 masters to the loaded weights and forgets the moments.
+        AgreedError when `which` is not whole, when there are checkpoints and none is whole, or when it is of another
+        model, data or schedule: the message names what differs.
         """
         with ExitStack() as held:
             found = self._find(which, held)
@@ -202,7 +192,9 @@ class Checkpointer:
             same = manifest.layout == self._layout and not weights_only
             if same:
                 compat_checkpoint.set_random_states(loaded["random"][self._rank])
-            gather(None)  # nobody reads any more when the lock on it ends
+            with together(OSError):  # also: nobody reads any more when the lock on it ends
+                if refused and self._rank == 0:
+                    self._folder.go_back(path)
         return Resumed(manifest.step, path, manifest.state, tuple(refused), same, weights_only)
 
     def refuse_any(self) -> None:
@@ -226,7 +218,7 @@ class Checkpointer:
             if self._rank == 0:
                 try:
                     manifest = held.enter_context(reading(path))
-                except CheckpointError as error:
+                except (CheckpointError, OSError) as error:
                     reason = str(error)
             manifest, reason = gather((manifest, reason))[0]
             if manifest is not None:
@@ -240,7 +232,11 @@ class Checkpointer:
         return None
 
     def _folder_complete(self) -> list[tuple[int, Path]]:
-        return list(gather(self._folder.complete() if self._rank == 0 else [])[0])
+        found: list[tuple[int, Path]] = []
+        with together(OSError):
+            if self._rank == 0:
+                found = self._folder.complete()
+        return list(gather(found)[0])
 
     def _verify(self, path: Path, manifest: Manifest) -> str | None:
         """Why it is not whole, or None. Each rank reads its share of the files."""

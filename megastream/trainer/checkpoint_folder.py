@@ -6,6 +6,7 @@
     .saving-...         a save that goes on, or was killed; swept at the next start
     .removing-...       an old checkpoint on its way out; swept too
     .replaced-...       one whose step was saved again; swept once that has its name, else it gets its own back
+    refused-step_...    was not whole when a training went on from an older one; never picked, counted or removed
 
 A checkpoint is complete when it has its final name, a manifest that can be read, and every file of the manifest with
 its size and checksum. Nothing else is ever picked.
@@ -30,7 +31,7 @@ import xxhash
 MANIFEST, CURRENT, LOCK = "manifest.json", "CURRENT", "LOCK"
 FORMAT = 1
 _STEP = re.compile(r"step_(\d{8,})")
-_SAVING, _REMOVING = ".saving-", ".removing-"
+_SAVING, _REMOVING, _REFUSED = ".saving-", ".removing-", "refused-"
 _CHUNK_BYTES = 1 << 24
 _POLL_S = 0.05
 _REPLACED = ".replaced-"
@@ -90,15 +91,21 @@ def measure(path: Path) -> tuple[int, str]:
 
 
 def faults(folder: Path, files: Iterable[tuple[str, tuple[int, str]]]) -> Iterator[str]:
-    """One line for each of these files that is missing, or differs from what the manifest says."""
-    for name, (size, digest) in files:
-        path = folder / name
-        if not path.is_file():
-            yield f"file {name} is missing"
-        elif path.stat().st_size != size:
-            yield f"file {name} has {path.stat().st_size} bytes, the manifest says {size}"
-        elif measure(path)[1] != digest:
-            yield f"file {name} does not have the checksum of the manifest"
+    """One line for each of these files that is missing, cannot be read, or differs from what the manifest says."""
+    for name, told in files:
+        try:
+            if fault := _fault(folder / name, *told):
+                yield f"file {name} {fault}"
+        except OSError as error:
+            yield f"file {name} cannot be read ({error.strerror})"
+
+
+def _fault(path: Path, size: int, digest: str) -> str:
+    if not path.is_file():
+        return "is missing"
+    if (found := path.stat().st_size) != size:
+        return f"has {found} bytes, the manifest says {size}"
+    return "" if measure(path)[1] == digest else "does not have the checksum of the manifest"
 
 
 class CheckpointFolder:
@@ -175,10 +182,25 @@ class CheckpointFolder:
         found = [(int(match[1]), path) for path in self.root.iterdir() if (match := _STEP.fullmatch(path.name))]
         return sorted(found, reverse=True)
 
-    def prune(self, keep: int) -> list[str]:
-        """Removes all but the newest `keep`; one that somebody reads stays until the next time. Returns the names."""
+    def go_back(self, chosen: Path) -> None:
+        """A training goes on from `chosen`: what is newer was not whole, gets another name, and CURRENT names `chosen`.
+
+        So it counts for nothing from now on, also when it can be read again; the next save is the newest one.
+        """
+        found = self.complete()
+        step = next(number for number, path in found if path.name == chosen.name)
+        for path in [path for number, path in found if number > step]:
+            path.rename(path.with_name(f"{_REFUSED}{path.name}-{time.time_ns()}"))
+        write_synced(self.root / CURRENT, chosen.name + "\n")
+        sync(self.root)
+
+    def prune(self, keep: int, newest: int) -> list[str]:
+        """Removes all but `keep` of those up to `newest`, the step just published, which always stays.
+
+        One that somebody reads stays until the next time. Returns the names.
+        """
         removed = []
-        for _, path in self.complete()[keep:]:
+        for _, path in [found for found in self.complete() if found[0] <= newest][keep:]:
             if self._set_aside(path):
                 removed.append(path.name)
         return removed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -18,7 +19,11 @@ def index_faults(folder: Path, sizes: Mapping[str, int]) -> Iterator[str]:
     The boxes of a tensor must add up to its volume and be different ones; that they do not overlap is what torch
     checks when it plans the save.
     """
-    metadata = FileSystemReader(folder).read_metadata()
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError) as error:
+        yield f"the index cannot be read ({type(error).__name__}: {error})"
+        return
     named = set()
     for key, place in (metadata.storage_data or {}).items():
         named.add(place.relative_path)

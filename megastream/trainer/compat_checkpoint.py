@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ class PlannedSave:
         return [] if self._request.async_fn is None else self._request.async_fn_args[1]
 
     def write(self) -> None:
-        """Writes and syncs the files. What goes wrong is kept, and raised by `publish_index` on every rank."""
+        """Writes and syncs the files. RuntimeError says what went wrong; then there is nothing to publish."""
         from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
         if self._request.async_fn is None:
@@ -135,32 +136,72 @@ class PlannedSave:
             turn: queue.Queue[Any] = queue.Queue()
             turn.put(number)
             FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, done, turn, True)
-            written[number] = done.get_nowait()[1]
-        failed = [result for result in written.values() if isinstance(result, Exception)]
-        self._results.put(failed[0] if failed else written)
+            _, written[number] = done.get_nowait()
+            if isinstance(written[number], Exception):
+                raise RuntimeError(f"{Path(bucket[0]).name}: {written[number]}") from written[number]
+        self._results.put(written)
 
     def publish_index(self) -> None:
-        """Writes the index of all files on rank 0. Collective; raises on every rank what failed on one."""
-        for finalize in self._request.finalize_fns:
-            finalize()
+        """Writes the index of all files on rank 0. Collective; what fails there is raised behind the collectives."""
+        from megatron.core.dist_checkpointing import serialization
+        from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+        with _raised_behind((FileSystemWriterAsync, "finish"), (serialization, "save_config")):
+            for finalize in self._request.finalize_fns:
+                finalize()
+
+
+@contextmanager
+def _raised_behind(*alone: tuple[Any, str]) -> Iterator[None]:
+    """An error in one of these functions, which rank 0 runs alone between collectives, is raised at the end.
+
+    Raised where it happens it would leave the other ranks in a collective to which rank 0 never comes.
+    """
+    errors: list[BaseException] = []
+    functions = [(owner, name, getattr(owner, name)) for owner, name in alone]
+    for owner, name, function in functions:
+        setattr(owner, name, _keeping(errors, function))
+    try:
+        yield
+    finally:
+        for owner, name, function in functions:
+            setattr(owner, name, function)
+    if errors:
+        raise errors[0]
+
+
+def _keeping(errors: list[BaseException], function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except loading_errors() as error:
+            errors.append(error)
+
+    return call
 
 
 def plan_save(state: dict[str, Any], folder: Path) -> PlannedSave:
     """Megatron's own planning of a torch_dist checkpoint, and the common part. Collective; the folder is empty.
 
+    What fails on rank 0 alone (the common part cannot be written) is raised there behind the collectives.
     The tensors of `state` are read by `PlannedSave.write`: give copies, on the CPU. Megatron would hand them to
     processes and start one more to hear of them; they would outlive a killed trainer, so a thread writes here.
     """
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing import state_dict_utils
+    from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 
     results: queue.Queue[Any] = queue.Queue()
     filesystem_async._results_queue = results
     known = inspect.signature(dist_checkpointing.save).parameters
     extra = {"async_strategy": "mcore"} if "async_strategy" in known else {}
-    request = dist_checkpointing.save(
-        state, str(folder), async_sharded_save=True, content_metadata=dict(METADATA), **extra
-    )
+    alone: list[tuple[Any, str]] = [(state_dict_utils, "validate_sharding_integrity")]
+    if hasattr(common, "TorchCommonSaveStrategy"):  # later versions save the common part like tensors
+        alone.append((common.TorchCommonSaveStrategy, "save_common"))
+    with _raised_behind(*alone):
+        request = dist_checkpointing.save(
+            state, str(folder), async_sharded_save=True, content_metadata=dict(METADATA), **extra
+        )
     return PlannedSave(request, results)
 
 

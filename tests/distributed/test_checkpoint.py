@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from megastream.trainer import buckets, compat_checkpoint, model
 from megastream.trainer.adapter import mesh_coords
 from megastream.trainer.checkpoint import Checkpointer
 from megastream.trainer.checkpoint_types import CheckpointSettings
+from megastream.trainer.compat_checkpoint import PlannedSave
 from megastream.trainer.config import TrainerConfig
 from megastream.trainer.finality import make_stepper
 from megastream.trainer.stepper import Listener, Trained
@@ -26,7 +29,7 @@ STEPS, SAVE_AT, REPLICAS = 6, 3, 4
 
 def checkpointer(chunks: Any, optimizer: Any, config: TrainerConfig, folder: Path, **changes: Any) -> Checkpointer:
     facts = {"model": {"hidden": config.hidden, "vocab": config.vocab}, "seed": config.seed}
-    settings = CheckpointSettings(**{"keep": 2, "deadline_s": 30.0, "launch": "test", **changes})
+    settings = CheckpointSettings(**{"keep": 2, "deadline_s": 80.0, "launch": "test", **changes})
     coords = {name: size for name, size in mesh_coords().items() if name.endswith("_size")}
     return Checkpointer(chunks, optimizer, folder, settings, facts=facts, layout=coords)
 
@@ -69,21 +72,41 @@ def start(config: TrainerConfig, rank: int, world_size: int, init_method: str) -
 
 
 def _whole(rank: int, world_size: int, init_method: str, config: TrainerConfig, folder: Path) -> dict[str, Any]:
-    """All steps without a break; a checkpoint on the way, written while the training goes on."""
+    """All steps without a break; a checkpoint on the way, of which nothing is written before the next step is done."""
     chunks, optimizer, stepper = start(config, rank, world_size, init_method)
     checkpoints = checkpointer(chunks, optimizer, config, folder)
     checkpoints.open()
-    trace, saved = [], []
-    for step in range(STEPS):
-        trace.append(train(config, chunks, optimizer, stepper, step))
-        if step + 1 == SAVE_AT:
-            before = digest(chunks, optimizer)
-            checkpoints.save(step + 1, {"sequences": 40 * (step + 1)})
-            assert digest(chunks, optimizer) == before, "saving changes nothing"
-        saved.append(checkpoints.poll())
-    saved.append(checkpoints.poll(wait=True))
+    trace = [train(config, chunks, optimizer, stepper, step) for step in range(SAVE_AT)]
+    torch.rand(1 + rank)  # so that no new process stands there by itself
+    before = digest(chunks, optimizer)
+    with writing_held_back():
+        checkpoints.save(SAVE_AT, {"sequences": 40 * SAVE_AT})
+        drawn = torch.rand(2).tolist()
+        assert digest(chunks, optimizer) == before, "saving changes nothing"
+        trace.append(train(config, chunks, optimizer, stepper, SAVE_AT))
+        assert checkpoints.poll() is None
+    trace += [train(config, chunks, optimizer, stepper, step) for step in range(SAVE_AT + 1, STEPS)]
+    saved = checkpoints.poll(wait=True)
+    assert checkpoints.poll(wait=True) is None
     checkpoints.close()
-    return {"trace": trace, "digest": digest(chunks, optimizer), "saved": [s for s in saved if s is not None]}
+    return {"trace": trace, "digest": digest(chunks, optimizer), "saved": saved, "drawn": drawn}
+
+
+@contextmanager
+def writing_held_back() -> Iterator[None]:
+    """Saves wait with their files until the block ends."""
+    ended, write = threading.Event(), PlannedSave.write
+
+    def held_back(planned: PlannedSave) -> None:
+        assert ended.wait(60), "a save did not return before it was written"
+        write(planned)
+
+    PlannedSave.write = held_back  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PlannedSave.write = write  # type: ignore[method-assign]
+        ended.set()
 
 
 def _resumed(
@@ -100,6 +123,7 @@ def _resumed(
     checkpoints = checkpointer(chunks, optimizer, config, folder)
     checkpoints.open()
     resumed = checkpoints.load()
+    drawn = torch.rand(2).tolist()
     assert resumed is not None and resumed.step == SAVE_AT and resumed.state["sequences"] == 40 * SAVE_AT
     checkpoints.close()
     if again is not None:  # what was read, written as this layout writes it
@@ -109,7 +133,7 @@ def _resumed(
         copies.poll(wait=True)
         copies.close()
     trace = [train(config, chunks, optimizer, stepper, step) for step in range(resumed.step, STEPS)]
-    return {"trace": trace, "digest": digest(chunks, optimizer), "same_layout": resumed.same_layout}
+    return {"trace": trace, "digest": digest(chunks, optimizer), "same_layout": resumed.same_layout, "drawn": drawn}
 
 
 def _config(tiny: Callable[..., TrainerConfig] = tiny_config, **settings: Any) -> TrainerConfig:
@@ -121,7 +145,7 @@ def save_and_resume(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     whole = run_ranks(_whole, ranks[0], config=_config(**one), folder=folder, timeout_s=100)
     resumed = run_ranks(_resumed, ranks[1], config=_config(**other), folder=folder, again=again, timeout_s=100)
-    assert all(len(result["saved"]) == 1 for result in whole)
+    assert all(result["saved"].step == SAVE_AT for result in whole)
     return whole, resumed
 
 
@@ -171,6 +195,8 @@ def test_resume_in_the_same_layout_is_exact(tmp_path: Path, name: str, settings:
         assert other["same_layout"]
         assert other["trace"] == one["trace"][SAVE_AT:]
         assert other["digest"] == one["digest"]
+        assert other["drawn"] == one["drawn"], "random numbers go on, too"
+    assert len({str(one["drawn"]) for one in whole}) == ranks
 
 
 OTHER = [

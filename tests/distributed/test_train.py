@@ -181,13 +181,16 @@ def test_the_newest_whole_one_is_picked(tmp_path: Path) -> None:
     content = bytearray(wrong.read_bytes())
     content[len(content) // 2] ^= 1
     wrong.write_bytes(content)
-    assert run(job(tmp_path, run__steps=4, **ONE), 1) == [""]
+    assert run(job(tmp_path, run__steps=6, **ONE), 1) == [""]
     start = [line for line in lines(tmp_path) if line["kind"] == "start"][-1]
     assert start["resumed"].endswith("step_00000010") and start["step"] == 4
     reasons = " | ".join(start["refused"])
     assert "step_00000050: file" in reasons and "does not have the checksum" in reasons
     assert "step_00000040: file" in reasons and "the manifest says" in reasons
     assert "step_00000030 has no manifest.json" in reasons and "step_00000020 has no manifest.json" in reasons
+    assert whole_checkpoints(tmp_path) == [4, 6], "what was passed over takes the place of none"
+    assert (folder / "CURRENT").read_text() == "step_00000006\n"
+    assert len(list(folder.glob("refused-step_*"))) == 4
 
 
 @pytest.mark.full

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
+from megastream.trainer import checkpoint_folder
 from megastream.trainer.checkpoint_folder import (
     CURRENT,
     CheckpointError,
@@ -40,12 +43,20 @@ def test_a_published_one_is_whole_and_current(folder: CheckpointFolder) -> None:
     assert folder.complete() == [(40, path)]
 
 
-def test_every_kind_of_damage_is_a_fault(folder: CheckpointFolder) -> None:
+def _fails(path: Path) -> tuple[int, str]:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
+def test_every_kind_of_damage_is_a_fault(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(folder, 1)
     files = list(Manifest.read(path).files.items())
     for content, words in ((b"weight", "has 6 bytes, the manifest says 7"), (b"weighty", "does not have the checksum")):
         (path / "a.distcp").write_bytes(content)
         assert [words in fault for fault in faults(path, files)] == [True]
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "measure", _fails)
+        (path / "a.distcp").write_bytes(b"weights")
+        assert list(faults(path, files)) == ["file a.distcp cannot be read (Input/output error)"]
     (path / "a.distcp").unlink()
     assert list(faults(path, files)) == ["file a.distcp is missing"]
     (path / "manifest.json").write_text("{")
@@ -79,8 +90,33 @@ def test_a_second_trainer_is_kept_out(folder: CheckpointFolder) -> None:
 def test_the_newest_ones_stay(folder: CheckpointFolder) -> None:
     for step in (1, 2, 10, 9):
         save(folder, step)
-    assert folder.prune(2) == ["step_00000002", "step_00000001"]
+    assert folder.prune(2, 10) == ["step_00000002", "step_00000001"]
     assert [step for step, _ in folder.complete()] == [10, 9]
+
+
+def test_the_one_just_published_stays_whatever_is_newer(folder: CheckpointFolder) -> None:
+    for step in (10, 50, 12):
+        save(folder, step)
+    assert folder.prune(1, 12) == ["step_00000010"]
+    assert [step for step, _ in folder.complete()] == [50, 12]
+
+
+def test_what_was_not_whole_counts_for_nothing_once_training_went_on_from_an_older_one(
+    folder: CheckpointFolder,
+) -> None:
+    """Otherwise it takes the place of one that is whole, or of the next one that is saved."""
+    kept = save(folder, 10, b"good")
+    for step in (20, 30):
+        (save(folder, step) / "a.distcp").unlink()
+    folder.go_back(kept)
+    assert folder.complete() == [(10, kept)] and (folder.root / CURRENT).read_text() == "step_00000010\n"
+    refused = sorted(path.name.rsplit("-", 1)[0] for path in folder.root.glob("refused-*"))
+    assert refused == ["refused-step_00000020", "refused-step_00000030"], "whoever wants to can still look at them"
+    save(folder, 12)
+    assert folder.prune(2, 12) == []
+    assert [step for step, _ in folder.complete()] == [12, 10]
+    folder.close()
+    assert CheckpointFolder(folder.root).open(1) == [] and len(list(folder.root.glob("refused-*"))) == 2
 
 
 def test_one_that_is_read_stays_until_it_has_been_read(folder: CheckpointFolder) -> None:
@@ -99,12 +135,12 @@ def test_one_that_is_read_stays_until_it_has_been_read(folder: CheckpointFolder)
     entered.wait(10)
     for step in (2, 3):
         save(folder, step)
-        folder.prune(1)
+        folder.prune(1, step)
     assert [step for step, _ in folder.complete()] == [3, 1], "only the one that is read stays beside the newest"
     leave.set()
     reader.join(10)
     assert seen == [b"weights"]
-    assert folder.prune(1) == ["step_00000001"]
+    assert folder.prune(1, 3) == ["step_00000001"]
     with pytest.raises(CheckpointError), reading(first):
         pass
 
