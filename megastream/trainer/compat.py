@@ -236,6 +236,17 @@ def routers_with_bias(chunk: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}.expert_bias", module
 
 
+def stock_step(optimizer: Any, norm: Any) -> None:
+    """Megatron's own `step()` of gradients whose `norm` it has just given: it is not computed a second time."""
+    optimizer.get_grad_norm = lambda: norm
+    try:
+        made, _, _ = optimizer.step()
+    finally:
+        del optimizer.get_grad_norm
+    if not made:
+        raise UnsupportedTrainer(f"megatron skips a step at a gradient norm of {float(norm):g}; no policy knows why")
+
+
 def forget_moments(optimizer: Any) -> None:
     """As if the optimizer had never stepped. The fp32 masters stay; `MegatronAdapter.load_hf` sets them."""
     for member in members(optimizer):

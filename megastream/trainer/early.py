@@ -18,16 +18,17 @@ import torch.distributed as dist
 
 from megastream.trainer import compat
 from megastream.trainer.abort_rate import AbortRate
+from megastream.trainer.agreement import AgreedError
 from megastream.trainer.buckets import Bucket, in_turns
 from megastream.trainer.compat_grads import GradTakeover, check_local_grads
-from megastream.trainer.not_finite import name_not_finite
+from megastream.trainer.not_finite import name_not_finite, not_finite
 from megastream.trainer.order import ReadyOrder
 from megastream.trainer.split import Norm, SplitStep, clip_coefficient, refuse_changed, settings_of
 from megastream.trainer.stepper import SKIPPED, Listener, StepResult, Trained, grad_norm, step_with_norm
 from megastream.trainer.undo import Undo
 
 
-class DamagedWeights(RuntimeError):
+class DamagedWeights(AgreedError):
     """Buckets were stepped in a step that must not count, and nothing was kept to take them back to."""
 
 
@@ -206,11 +207,11 @@ class EarlyStepper:
     def _skip(self) -> None:
         trained, stepped = self._trained, self._stepped
         if self.undo is None:  # on a rank that stepped nothing, too: others did
-            then = (
-                f"buckets were stepped before ({len(stepped)} of rank {dist.get_rank()}), and 'early' keeps nothing to "
-                f"go back to: load the last checkpoint, or use finality 'speculative', which skips such a step"
+            raise DamagedWeights(
+                f"{not_finite(trained.buckets, trained.name_of)}; other buckets were stepped before, and finality "
+                f"'early' keeps nothing to go back to: load the last checkpoint, or use 'speculative', which skips "
+                f"such a step"
             )
-            raise DamagedWeights(name_not_finite(trained.buckets, trained.name_of, then))
         name_not_finite(trained.buckets, trained.name_of, SKIPPED)
         if self.rate.speculating:
             self._take_back()

@@ -16,11 +16,18 @@ _SHOWN = 3
 logger = logging.getLogger(__name__)
 
 
-@torch.no_grad()
-def name_not_finite(buckets: Sequence[Bucket], name_of: Callable[[torch.nn.Parameter], str], then: str) -> str:
-    """One line: bucket, parameter and rank of every gradient that is not finite, and what happens now (`then`).
+def name_not_finite(buckets: Sequence[Bucket], name_of: Callable[[torch.nn.Parameter], str], then: str) -> None:
+    """Rank 0 logs what `not_finite` found, and what happens now (`then`). Collective, blocking."""
+    found = not_finite(buckets, name_of)
+    if dist.get_rank() == 0:
+        logger.error("%s; %s", found, then)
 
-    Rank 0 also logs it. Every rank of the trainer calls it, after the gradients were reduced; collective, blocking.
+
+@torch.no_grad()
+def not_finite(buckets: Sequence[Bucket], name_of: Callable[[torch.nn.Parameter], str]) -> str:
+    """Bucket, parameter and rank of every gradient that is not finite, in the same words on every rank.
+
+    Every rank of the trainer calls it, after the gradients were reduced; collective, blocking.
     """
     found = [f"{bucket.name} ({name})" for bucket in buckets for name in _broken(bucket, name_of)]
     everywhere: list[Any] = [None] * dist.get_world_size()
@@ -28,10 +35,7 @@ def name_not_finite(buckets: Sequence[Bucket], name_of: Callable[[torch.nn.Param
     named = [f"{what} on rank {rank}" for rank, each in enumerate(everywhere) for what in each]
     more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
     where = f"{', '.join(named[:_SHOWN])}{more}" if named else "no single bucket: their squares overflow in the norm"
-    line = f"gradients are not finite in {where}; {then}"
-    if dist.get_rank() == 0:
-        logger.error("%s", line)
-    return line
+    return f"gradients are not finite in {where}"
 
 
 def _broken(bucket: Bucket, name_of: Callable[[torch.nn.Parameter], str]) -> list[str]:

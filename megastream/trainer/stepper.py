@@ -84,7 +84,8 @@ class Stepper(Protocol):
 class WholeStepper:
     """Stock `optimizer.step()`, then every bucket is final: what every other system does.
 
-    Stock steps with gradients that are not finite, too; such a step is not ok and reports no bucket.
+    The norm, Megatron's own, is looked at before the step, not behind it. So when it is not finite the step is skipped
+    as under `pipelined`; stock, without Megatron's own check for NaN, would write it into weights and moments.
     """
 
     def __init__(self, trained: Trained, listener: Listener) -> None:
@@ -93,10 +94,11 @@ class WholeStepper:
     def step(self) -> StepResult:
         compat.install()
         self._listener.opens()
-        ok, norm, _ = self._trained.optimizer.step()
-        if not ok or not math.isfinite(norm):
-            name_not_finite(self._trained.buckets, self._trained.name_of, "the step makes no version")
-            return StepResult(False, math.nan if norm is None else float(norm))
+        norm = grad_norm(self._trained.optimizer)
+        if not math.isfinite(norm):
+            name_not_finite(self._trained.buckets, self._trained.name_of, SKIPPED)
+            return StepResult(False, float(norm))
+        compat.stock_step(self._trained.optimizer, norm)
         self._trained.counts(self._listener.final)
         for bucket in self._trained.buckets:
             self._listener.final(bucket.name)

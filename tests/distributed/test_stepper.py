@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megastream.trainer import model
+from megastream.trainer.agreement import AgreedError
 from megastream.trainer.buckets import Bucket, OwnedRange
+from megastream.trainer.early import DamagedWeights
 from megastream.trainer.stepper import Listener
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import (
@@ -222,29 +224,29 @@ def _not_finite_body(rank: int, world_size: int, init_method: str, config: Any, 
 
 
 @pytest.mark.parametrize(
-    ("finality", "clip", "untouched"),
+    ("finality", "clip"),
     [
-        ("pipelined", 1.0, True),
-        ("speculative", 1.0, True),
-        pytest.param("speculative", 0.0, True, marks=pytest.mark.full),
-        pytest.param("whole", 1.0, False, marks=pytest.mark.full),
+        ("pipelined", 1.0),
+        ("speculative", 1.0),
+        pytest.param("speculative", 0.0, marks=pytest.mark.full),
+        pytest.param("whole", 1.0, marks=pytest.mark.full),
     ],
 )
-def test_gradients_that_are_not_finite_make_no_version(finality: str, clip: float, untouched: bool) -> None:
+def test_gradients_that_are_not_finite_make_no_version(finality: str, clip: float) -> None:
     """One rank's NaN is everybody's: not ok, nothing of it stays final, and the log of rank 0 names bucket and weight.
 
-    All policies but `whole` (which is stock) leave every weight, master and moment as it was.
+    Every weight, master and moment stays as it was, and training goes on.
     """
     results = run_ranks(_not_finite_body, 2, config=tiny_config(layers=2, clip=clip), finality=finality)
     for rank, (first, bad, *after) in enumerate(results):
         assert first.ok and first.changed and first.final and not first.log
         assert not bad.ok and not math.isfinite(bad.norm)
-        assert bad.changed is not untouched
+        assert not bad.changed
         assert not bad.final, "what was provisional is withdrawn"
         assert ("gradients are not finite in c0.dense0.b0." in bad.log) == (rank == 0)
         if rank == 0:
             assert "on rank 1; the step" in bad.log and "weight)" in bad.log
-        assert all(step.ok for step in after) or not untouched
+        assert all(step.ok and step.changed for step in after)
         assert bad.withdrawn == (1 if finality == "speculative" else 0)
 
 
@@ -262,6 +264,7 @@ def test_early_stops_also_on_a_stage_that_stepped_nothing() -> None:
     with pytest.raises(AssertionError, match=r"ranks \[0, 1\] failed") as error:
         run_ranks(_not_finite_body, 2, config=config, finality="early", timeout_s=60)
     assert str(error.value).count("DamagedWeights: ") == 2
+    assert len(set(re.findall("DamagedWeights: .*", str(error.value)))) == 1, "rank 0 can say it for all"
 
 
 def test_early_stops_when_gradients_are_not_finite() -> None:
@@ -270,6 +273,8 @@ def test_early_stops_when_gradients_are_not_finite() -> None:
         run_ranks(_not_finite_body, 2, config=tiny_config(layers=2, clip=0.0), finality="early", timeout_s=60)
     for word in ("ranks [0, 1] failed", "DamagedWeights", "not finite in c0.dense0", "'speculative', which skips such"):
         assert word in str(error.value)
+    assert len(set(re.findall("DamagedWeights: .*", str(error.value)))) == 1, "rank 0 can say it for all"
+    assert issubclass(DamagedWeights, AgreedError)
 
 
 def test_digest_sees_one_bit() -> None:
