@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megastream.families.family import Family
 from megastream.families.types import ModelShape
-from megastream.layout.shard import BufferSpec, RankLayout, Shard
+from megastream.layout.shard import BufferSpec, RankLayout
 from megastream.layout.trainer import Ownership, TrainerParam, trainer_rank_layout
 from megastream.trainer import compat
 from megastream.trainer.buckets import BUCKET_ELEMENTS, cut
 from megastream.trainer.compat_grads import late_params
 from megastream.trainer.finality import make_stepper, refuse_finality
+from megastream.trainer.hf_files import HuggingFaceFiles
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, is_streamed
 from megastream.trainer.refusals import refuse_mtp, refuse_unsupported
 from megastream.trainer.router_bias import BUFFER, RouterBiases
@@ -155,12 +155,12 @@ class MegatronAdapter:
         """Loads this rank's part of a Hugging Face checkpoint (safetensors), and resets the fp32 masters to it.
 
         Every rank calls it; each reads only its own boxes, and nothing is communicated. Moments are left as they are,
-        so call it before the first step. ValueError names a tensor that is missing, of another shape, or a parameter
-        that the checkpoint does not fill.
+        so call it before the first step. ValueError names a file that cannot be read, a tensor that is missing, of
+        another shape or quantized, or a parameter that the checkpoint does not fill.
         """
         compat.install()
         buffers, layout = self.buffers, self._layout("replica", mtp=True)
-        with _Checkpoint(Path(folder)) as checkpoint:
+        with HuggingFaceFiles(Path(folder)) as checkpoint:
             for shard in layout.shards:
                 target = buffers[shard.buffer].as_strided(
                     shard.box.shape, shard.strides, buffers[shard.buffer].storage_offset() + shard.offset
@@ -258,36 +258,3 @@ def _unit_border(name: str, local_experts: int, experts_per_unit: int) -> tuple[
         return match[1], int(match[2]) % local_experts // experts_per_unit
     layer = _CANONICAL_LAYER.match(name)
     return (layer[0] if layer else name), -1
-
-
-class _Checkpoint:
-    """Reads boxes of tensors from all safetensors files of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise ValueError(f"{folder} holds no *.safetensors file; give the folder of a Hugging Face checkpoint")
-        self._folder, self._paths = folder, paths
-        self._files: list[Any] = []
-        self._where: dict[str, Any] = {}
-
-    def __enter__(self) -> _Checkpoint:
-        for path in self._paths:
-            file: Any = safe_open(path, framework="pt")
-            self._files.append(file)
-            self._where |= dict.fromkeys(file.keys(), file)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for file in self._files:
-            file.__exit__(*error)
-
-    def read(self, shard: Shard) -> torch.Tensor:
-        if shard.tensor not in self._where:
-            raise ValueError(f"{self._folder} has no tensor {shard.tensor}, which rank {shard.rank} trains")
-        piece = self._where[shard.tensor].get_slice(shard.tensor)
-        box, shape = shard.box, tuple(piece.get_shape())
-        if len(shape) != len(box.hi) or any(high > size for high, size in zip(box.hi, shape, strict=True)):
-            raise ValueError(f"{shard.tensor} in {self._folder} has shape {shape}; the model needs up to {box.hi}")
-        region: torch.Tensor = piece[tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))]
-        return region

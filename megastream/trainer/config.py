@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,6 +101,7 @@ class TrainerConfig:
                 f"your own"
             )
         _refuse_fields(shape)
+        _refuse_quantized(raw)
         if settings.get("mtp_layers") and not family_of(shape).has_mtp:
             raise ValueError(
                 f"trainer setting mtp_layers={settings['mtp_layers']} is not supported: the table of family "
@@ -152,6 +153,15 @@ _FAMILY_FIELDS: dict[str, Callable[[ModelShape], dict[str, Any]]] = {
     "qwen3_moe": lambda shape: {},
 }
 """What a family has beside the fields that all of them share; see `TrainerConfig.of`."""
+
+
+def _refuse_quantized(raw: Mapping[str, Any]) -> None:
+    if quantized := raw.get("quantization_config"):
+        method = quantized.get("quant_method", "of unknown method") if isinstance(quantized, Mapping) else quantized
+        raise ValueError(
+            f"config.json field quantization_config ({method}) is not supported: weights are loaded without scales; "
+            "convert the checkpoint to bfloat16 first"
+        )
 
 
 def check_layout(config: TrainerConfig, world_size: int) -> None:

@@ -113,6 +113,13 @@ def test_a_rotated_part_is_read_where_transformers_5_writes_it() -> None:
     assert TrainerConfig.of(load_shape(raw), max_sequence=16).rope_part == 0.5
 
 
+def test_quantized_weights_are_refused() -> None:
+    """Without their scales they are other weights."""
+    shape = load_shape({**hf_config(tiny_config()), "quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}})
+    with pytest.raises(ValueError, match=r"quantization_config \(fp8\) is not supported: .*; convert the checkpoint"):
+        TrainerConfig.of(shape, max_sequence=16)
+
+
 def test_a_family_that_is_not_built_is_refused_by_name() -> None:
     shape = load_shape({**hf_config(tiny_config()), "model_type": "llama"})
     with pytest.raises(ValueError, match="llama is not built by .* model, only glm4_moe, qwen2_moe and qwen3_moe"):
