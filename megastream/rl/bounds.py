@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,21 +51,37 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 """Lowest and highest value of each number; what is outside is a slip, and would hang or fail only much later."""
 
+_DEADLINES = ("start_s", "attach_s", "step_s", "save_s", "reconnect_s", "lag_s", "join_s", "alone_s")
+TRAIN_BOUNDS: dict[str, tuple[float, float]] = {
+    "run.seed": BOUNDS["seed"],
+    "data.seq_length": BOUNDS["data.seq_length"],
+    "max_abort_rate": BOUNDS["stream.max_abort_rate"],
+    "bucket_elements": BOUNDS["trainer.bucket_elements"],
+    "experts_per_unit": BOUNDS["stream.experts_per_unit"],
+    "stream.engines": (1, 4096),
+    "stream.piece_mib": BOUNDS["stream.piece_mib"],
+    "stream.slots_per_target": BOUNDS["stream.slots_per_target"],
+    **{f"deadlines.{name}": (0.1, _WEEK_S) for name in _DEADLINES},
+}
+"""The same for `megastream train`: what would be refused only behind the start of all ranks."""
+
 MAX_PARAMETERS = 10**11
 """Of a model whose start weights are drawn on one machine."""
 
 
-def bounds_refusal(section: Section, prefix: str = "") -> str | None:
+def bounds_refusal(
+    section: Section, prefix: str = "", bounds: Mapping[str, tuple[float, float]] = BOUNDS
+) -> str | None:
     """Names the first number of a configuration that is out of its bounds; None when there is none."""
     from megastream.rl.config import Section
 
     for name in section.__struct_fields__:
         value, key = getattr(section, name), prefix + name
         if isinstance(value, Section):
-            if reason := bounds_refusal(value, f"{key}."):
+            if reason := bounds_refusal(value, f"{key}.", bounds):
                 return reason
-        elif key in BOUNDS and not BOUNDS[key][0] <= value <= BOUNDS[key][1]:
-            low, high = BOUNDS[key]
+        elif key in bounds and not bounds[key][0] <= value <= bounds[key][1]:
+            low, high = bounds[key]
             return f"{key} is {value}; it must be from {low:g} to {_exact(high)}"
     return None
 

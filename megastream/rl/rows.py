@@ -43,13 +43,26 @@ class Rows:
                 digest.update(file.read(_BLOCK_BYTES))
         return {"file_bytes": size, "file_digest": digest.hexdigest(), "seq_length": self._length}
 
+    def check(self, part: int, parts: int) -> None:
+        """Looks at every token of one of `parts` parts of the file. ValueError names one that no model row is for."""
+        ends = len(self._tokens) * part // parts, len(self._tokens) * (part + 1) // parts
+        self._refuse_foreign(self._tokens[slice(*ends)])
+
+    def _refuse_foreign(self, tokens: np.ndarray) -> None:
+        if tokens.size == 0:
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._vocab:
+            raise ValueError(
+                f"data.file {self._file} holds token {low if low < 0 else high}; the model's vocabulary has "
+                f"{self._vocab}; tokenize the text for this model"
+            )
+
     def take(self, first: int, count: int) -> np.ndarray:
         """Sequences first, first + 1, ...: int64 [count, seq_length + 1]. ValueError names an id too high."""
         starts = np.array([self._index(number) for number in range(first, first + count)]) * self._length
         rows = np.asarray(self._tokens[starts[:, None] + np.arange(self._length + 1)], dtype=np.int64)
-        if rows.min() < 0 or rows.max() >= self._vocab:
-            worst = int(rows.max() if rows.max() >= self._vocab else rows.min())
-            raise ValueError(f"{self._file} holds token {worst}; the model's vocabulary has {self._vocab}")
+        self._refuse_foreign(rows)
         return rows
 
     def step(self, first: int, batch: int, micro: int, replica: int, replicas: int) -> Iterator[np.ndarray]:

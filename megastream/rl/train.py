@@ -104,6 +104,7 @@ def _train_attached(rank: Rank, one: Pass) -> None:
         bind_s=config.deadlines.attach_s,
         attach_s=config.deadlines.attach_s,
         transfer_s=config.deadlines.step_s,
+        lag_s=config.deadlines.step_s,
         detach_s=config.deadlines.step_s,
     )
     sync = TrainerSync(
@@ -243,7 +244,7 @@ def train(job: Job, number: int) -> None:
         rank=number,
         world_size=config.trainer.ranks,
         init_method=f"file://{job.temp / 'trainer-group'}",
-        deadline_s=config.deadlines.step_s,
+        deadline_s=2 * config.deadlines.step_s,  # one rank may wait step_s for the engine while others wait for it
     )
     log = RedisLog(job.control_url, job.run_id, reconnect_s=config.deadlines.reconnect_s)
     notes, lines = Notes(log, f"trainer rank {number}"), LineLog(job.results / f"trainer-{number}.jsonl")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from megastream.families.types import ModelShape
 from megastream.layout.trainer import Ownership
+from megastream.rl.bounds import TRAIN_BOUNDS, bounds_refusal
 from megastream.rl.config import ConfigError, Section, check_positive, read_mapping, typed
 from megastream.trainer.config import TrainerConfig
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, clipping_refusal
@@ -96,8 +97,9 @@ class StreamSection(Section, frozen=True, kw_only=True):
 class CheckpointSection(Section, frozen=True, kw_only=True):
     """`load` is `newest`, `none` (begin from the weights; the folder must be empty) or the path of a checkpoint.
 
-    With `weights_only` a training begins with the weights of `load`, and resumes from its own checkpoints once it has
-    some. `allow_changed` names facts that may differ from the checkpoint's, e.g. `optimizer.learning_rate`.
+    With a path in another folder a training begins there, and resumes from its own checkpoints once it has some; with
+    `weights_only` it takes nothing but the weights from there. `allow_changed` names facts that may differ from the
+    checkpoint's, e.g. `optimizer.learning_rate`.
     """
 
     folder: str = ""
@@ -111,6 +113,8 @@ class CheckpointSection(Section, frozen=True, kw_only=True):
 class DeadlineSection(Section, frozen=True, kw_only=True):
     """Seconds. Every wait ends at one of these and then says who waited for whom.
 
+    `step_s`: a step, and one piece or answer of an engine. The ranks wait for each other as much longer as one of them
+    may wait alone (see `TrainConfig.group_s`), so that the deadline that is reached first is the one that says more.
     `lag_s`: for how long a step waits for a slow engine, which then skips versions; `join_s`: for one that joins;
     `alone_s`: how long training goes on without any engine.
     """
@@ -148,6 +152,26 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     @property
     def ranks(self) -> int:
         return self.rendezvous.nodes * self.rendezvous.ranks_per_node
+
+    @property
+    def group_s(self) -> float:
+        """Seconds after which a collective of the ranks ends without a word.
+
+        The longest time that one rank alone may wait while the others stand in a collective (for a save or the folder's
+        lock; for the control plane and for engines, before its weights may change), and behind that a step.
+        """
+        given = self.deadlines
+        alone_s = [given.save_s] if self.checkpoint else []
+        alone_s += [given.reconnect_s + given.lag_s + given.join_s] if self.stream else []
+        return given.step_s + max(alone_s, default=0.0)
+
+    @property
+    def own_first(self) -> bool:
+        """Whether the training's own checkpoints come before `checkpoint.load`: unless that names one of them."""
+        section = self.checkpoint
+        if section is None or section.load == NEWEST or section.weights_only:
+            return True
+        return Path(section.load).resolve().parent != self.checkpoint_folder.resolve()
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -207,12 +231,17 @@ def parse_train_config(raw: dict[str, Any]) -> TrainConfig:
     """A checked config from plain data."""
     config = typed(raw, TrainConfig)
     check_positive(config, _ZERO_IS_FINE)
+    if reason := bounds_refusal(config, bounds=TRAIN_BOUNDS):
+        raise ConfigError(reason)
     layout, batch, optimizer = config.layout, config.batch, config.optimizer
     each_replica = layout.tp * layout.cp * layout.pp
     _divides("rendezvous.nodes x ranks_per_node", config.ranks, "layout.tp x layout.cp x layout.pp", each_replica)
     replicas = config.ranks // each_replica
     each = replicas * batch.micro_sequences
     _divides("batch.global_sequences", batch.global_sequences, "replicas x batch.micro_sequences", each)
+    if (layout.vpp or 1) > 1:  # Megatron gives each virtual stage layout.pp micro-batches in turn
+        micro_batches = "with layout.vpp, batch.global_sequences / (replicas x batch.micro_sequences)"
+        _divides(micro_batches, batch.global_sequences // each, "layout.pp", layout.pp)
     if optimizer.decay != "constant" and optimizer.decay_steps <= optimizer.warmup_steps:
         raise ConfigError(
             f"optimizer.decay_steps is {optimizer.decay_steps}; decay {optimizer.decay} needs more than the "

@@ -67,8 +67,7 @@ class Trainer:
 def train(config: TrainConfig, place: Place) -> None:
     """Blocks until `run.steps` are done. Every rank calls it.
 
-    AgreedError, with the same words on all ranks, for whatever is found wrong before the first step; later errors are
-    those of the rank that has them.
+    AgreedError, equal on all ranks, for what is wrong before an engine is asked for, or with a checkpoint.
     """
     trainer = start(config, place)
     try:
@@ -79,7 +78,6 @@ def train(config: TrainConfig, place: Place) -> None:
             _run(trainer, streaming)
         finally:
             streaming.close()
-        _publish(trainer, wait=True)
         trainer.say(kind="end", step=trainer.step, unix_s=time.time())
         dist.barrier()
     finally:
@@ -108,12 +106,13 @@ def start(config: TrainConfig, place: Place) -> Trainer:
         rank=place.rank,
         world_size=place.world_size,
         init_method=place.init_method,
-        deadline_s=config.deadlines.step_s,
+        deadline_s=config.group_s,
     )
     with together(ValueError, OSError):
         rows = Rows(Path(config.data.file), config.data.seq_length, shape.vocab, config.run.seed)
+        rows.check(place.rank, place.world_size)
         facts = {**_facts(config, settings), "data": rows.facts()}
-    with together(ValueError):
+    with together(ValueError, AssertionError):
         chunks, optimizer = build(settings)
         adapter = MegatronAdapter(
             chunks,
@@ -208,11 +207,11 @@ def _load(trainer: Trainer) -> tuple[Resumed | None, list[str]]:
     if section.load == NONE:
         trainer.checkpoints.refuse_any()
         return None, swept
-    which = None if section.load == NEWEST or section.weights_only else Path(section.load)
-    resumed = trainer.checkpoints.load(which, allow_changed=section.allow_changed)
-    if resumed is None and section.weights_only:
-        others = ("optimizer", "batch", "run", "data")
-        resumed = trainer.checkpoints.load(Path(section.load), allow_changed=others, weights_only=True)
+    which = None if section.load == NEWEST else Path(section.load)
+    resumed = trainer.checkpoints.load(allow_changed=section.allow_changed) if trainer.config.own_first else None
+    if resumed is None and which is not None:
+        allowed = ("optimizer", "batch", "run", "data") if section.weights_only else section.allow_changed
+        resumed = trainer.checkpoints.load(which, allow_changed=allowed, weights_only=section.weights_only)
     return resumed, swept
 
 
@@ -234,6 +233,7 @@ def _run(trainer: Trainer, streaming: Streaming) -> None:
         _save(trainer, streaming.version)
         _publish(trainer)
     stepper.close()
+    _publish(trainer, wait=True)  # before engines can still go wrong: training is done
     streaming.finished()
 
 

@@ -7,6 +7,7 @@ Both are called on every trainer rank, with the same config.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,9 +55,14 @@ def start_process_group(
         expert_tensor_parallel_size=config.etp,
         # A second gloo group per mesh axis would serve megatron's own checkpoints only.
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=max(1, round(deadline_s / 60)),
+        distributed_timeout_minutes=whole_minutes(deadline_s),
     )
     return device
+
+
+def whole_minutes(seconds: float) -> int:
+    """What megatron's groups are given: never less than the deadline, so that none of them ends before it."""
+    return math.ceil(seconds / 60)
 
 
 def build(config: TrainerConfig) -> tuple[list[Any], Any]:

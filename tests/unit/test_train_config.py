@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megastream.rl.schedule import learning_rate
 from megastream.rl.torchrun import agent_config
 from megastream.rl.train_config import OptimizerSection, load_train_config, parse_train_config
 from megastream.rl.watermark import BLOCK, Watermark
+from megastream.trainer.model import whole_minutes
 from tests.helpers.memory_log import MemoryLog, MemoryStore
 from tests.helpers.train_job import job
 
@@ -47,6 +49,18 @@ def test_the_file_in_configs_is_valid() -> None:
         ),
         ({"deadlines__lag_s": 0}, "deadlines.lag_s is 0.0; it must be above 0"),
         ({"finality": "early"}, "finality and optimizer.clip_grad: finality 'early' cannot clip"),
+        # What would be refused behind the start of all ranks only, by each of them in words of its own:
+        ({"max_abort_rate": 1.5}, "max_abort_rate is 1.5; it must be from 0 to 1"),
+        ({"stream__control_url": "redis://h:1", "stream__piece_mib": 5000}, "stream.piece_mib is 5000.0; it must be"),
+        ({"deadlines__join_s": 1e9}, "deadlines.join_s is 1000000000.0; it must be from 0.1 to 604800"),
+        (
+            {"layout": {"pp": 4, "vpp": 2}, "batch__global_sequences": 12},
+            "/ (replicas x batch.micro_sequences) is 6, which layout.pp = 4 does not divide",
+        ),
+        (
+            {"layout": {"pp": 4, "vpp": 2}, "batch__global_sequences": 4},
+            "/ (replicas x batch.micro_sequences) is 2, which layout.pp = 4 does not divide",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -60,6 +74,16 @@ def test_nodes_wait_for_each_other_and_for_the_first_ones_store_as_long_as_the_f
     agent = agent_config(parse_train_config(job(tmp_path, deadlines__start_s=299.5)))
     assert [agent.rdzv_configs[name] for name in ("join_timeout", "read_timeout")] == [300, 300]
     assert (agent.run_id, agent.min_nodes, agent.max_nodes, agent.nproc_per_node) == ("test", 1, 1, 4)
+
+
+def test_a_collective_outlasts_whatever_one_rank_may_wait_for_alone(tmp_path: Path) -> None:
+    """The deadline that is reached first is then the one that names somebody."""
+    deadlines = dict(deadlines__step_s=10, deadlines__save_s=50, deadlines__lag_s=30, deadlines__join_s=40)
+    both = parse_train_config(job(tmp_path, stream__control_url="redis://h:1", **deadlines))
+    saving = parse_train_config(job(tmp_path, **deadlines))
+    alone = parse_train_config({**job(tmp_path, **deadlines), "checkpoint": None})
+    assert (both.group_s, saving.group_s, alone.group_s) == (10 + 75, 10 + 50, 10)
+    assert [whole_minutes(seconds) for seconds in (0.5, 60, 89, 150)] == [1, 1, 2, 3], "never less than asked for"
 
 
 def test_the_command_refuses_a_wrong_file_in_one_line(tmp_path: Path) -> None:
@@ -101,9 +125,23 @@ def test_a_sequence_is_the_same_under_every_layout_and_every_epoch_has_all(tmp_p
     assert np.array_equal(found.take(7, 6), np.concatenate([first[7:], second[:3]]))
 
 
+def _refuses(rows: Rows, part: int) -> str:
+    try:
+        rows.check(part, 4)
+    except ValueError as error:
+        return re.findall(r"token -?\d+", str(error))[0]
+    return ""
+
+
 def test_data_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="token 30; the model's vocabulary has 30"):
+    with pytest.raises(ValueError, match="token 30; the model's vocabulary has 30; tokenize the text for this model"):
         rows(tmp_path, np.arange(31), vocab=30).take(0, 10)
+    for bad in (-1, 30):
+        for at in range(31):
+            tokens = np.arange(31) % 30
+            tokens[at] = bad
+            found = rows(tmp_path, tokens, vocab=30)
+            assert [_refuses(found, part) for part in range(4)].count(f"token {bad}") == 1, "every token is looked at"
     with pytest.raises(ValueError, match="holds 3 tokens; data.seq_length = 3 needs one more"):
         rows(tmp_path, np.arange(3))
     with pytest.raises(ValueError, match="float64 of shape"):

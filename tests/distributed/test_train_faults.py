@@ -1,0 +1,45 @@
+"""`megastream train` with files that cannot be used, and a start that began elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save_file
+
+from tests.distributed.test_train import ONE, prepared, refused
+from tests.helpers.train_job import job, lines, run, whole_checkpoints, write_files
+
+
+@pytest.mark.full
+def test_a_training_that_began_with_another_ones_checkpoint_goes_on_from_its_own(tmp_path: Path) -> None:
+    """The same file at every start; what it saves in between is neither made again nor lost."""
+    folder = prepared(tmp_path)
+    changes = {"run__folder": str(tmp_path / "new" / "run"), "checkpoint__load": str(folder / "step_00000004")}
+    for steps in (6, 8):
+        assert run(job(tmp_path, **ONE, **changes, run__steps=steps), 1) == [""]
+    starts = [line for line in lines(tmp_path / "new") if line["kind"] == "start"]
+    assert [line["step"] for line in starts] == [4, 6]
+    assert starts[1]["resumed"] == str(tmp_path / "new/run/checkpoints/step_00000006")
+    assert whole_checkpoints(tmp_path / "new") == [6, 8]
+
+
+@pytest.mark.full
+def test_weights_and_data_that_cannot_be_used_are_refused_by_every_rank_in_the_same_words(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    two = dict(layout__ep=2)
+    weights = tmp_path / "weights/model.safetensors"
+    good = weights.read_bytes()
+    tensors = load(good)
+    weights.write_bytes(good[: len(good) // 2])
+    assert "model.safetensors cannot be read (" in refused(tmp_path, 2, **two)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, weights)
+    assert f"{name} in {tmp_path / 'weights'} has dtype F8_E4M3, and only BF16" in refused(tmp_path, 2, **two)
+    weights.write_bytes(good)
+    tokens = np.load(tmp_path / "tokens.npy")
+    tokens[-1] = 102
+    np.save(tmp_path / "tokens.npy", tokens)
+    assert "trainer rank 1: data.file" in refused(tmp_path, 2, **two)

@@ -1,0 +1,129 @@
+"""How `megastream train` begins and ends on a rank, without one: what is loaded, what is waited for, who says what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastream.rl import train_run
+from megastream.rl.streaming import Streaming
+from megastream.rl.train_config import parse_train_config
+from megastream.rl.train_run import Place, Trainer
+from megastream.sync import SyncError
+from megastream.trainer import agreement
+from megastream.trainer.agreement import AgreedError
+from megastream.trainer.checkpoint_types import Resumed
+from tests.helpers.train_job import STEPS, job, write_files
+
+
+class Checkpoints:
+    """Stands for a `Checkpointer` whose folder holds `own`; remembers what it was asked for."""
+
+    def __init__(self, own: Path | None) -> None:
+        self._own, self.calls = own, []
+
+    def open(self) -> list[str]:
+        return []
+
+    def load(self, which: Path | None = None, *, allow_changed: Any, weights_only: bool = False) -> Resumed | None:
+        path = which or self._own
+        self.calls.append(("load", which, tuple(allow_changed), weights_only))
+        return None if path is None else Resumed(3, path, {}, (), False, weights_only)
+
+    def poll(self, *, wait: bool) -> None:
+        self.calls.append(("poll", wait))
+
+
+def trainer(tmp_path: Path, checkpoints: Checkpoints, **changes: Any) -> Trainer:
+    config = parse_train_config(job(tmp_path, **changes))
+    nothing: Any = None
+    return Trainer(config, "launch", nothing, [], nothing, Adapter(), checkpoints, None, step=STEPS, coords={})  # type: ignore[arg-type]
+
+
+class Adapter:
+    def stepper(self, *args: Any, **kwargs: Any) -> Adapter:
+        return self
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_training_that_began_elsewhere_goes_on_from_its_own(
+    tmp_path: Path, has_own: bool, weights_only: bool
+) -> None:
+    """The same file at every start: it begins at the path once, not again and again."""
+    other, own = tmp_path / "other/step_00000100", tmp_path / "run/checkpoints/step_00000120"
+    checkpoints = Checkpoints(own if has_own else None)
+    started = trainer(tmp_path, checkpoints, checkpoint__load=str(other), checkpoint__weights_only=weights_only)
+    resumed, _ = train_run._load(started)
+    assert resumed is not None and resumed.path == (own if has_own else other)
+    assert resumed.weights_only is (weights_only and not has_own)
+    others = ("optimizer", "batch", "run", "data") if weights_only else ()
+    begins = [] if has_own else [("load", other, others, weights_only)]
+    assert checkpoints.calls == [("load", None, (), False), *begins]
+
+
+def test_one_of_its_own_is_loaded_when_it_is_named(tmp_path: Path) -> None:
+    """`Checkpointer.load` refuses it where newer ones lie beside it."""
+    own = tmp_path / "run/checkpoints/step_00000100"
+    checkpoints = Checkpoints(tmp_path / "run/checkpoints/step_00000120")
+    resumed, _ = train_run._load(trainer(tmp_path, checkpoints, checkpoint__load=str(own)))
+    assert resumed is not None and resumed.path == own
+    assert checkpoints.calls == [("load", own, (), False)]
+
+
+def test_the_last_checkpoint_is_published_before_engines_can_end_badly(tmp_path: Path) -> None:
+    """The training is done by then; otherwise its last steps would be made again."""
+
+    class Broken(Streaming):
+        def __init__(self) -> None:
+            self._sync = None
+
+        def finished(self) -> None:
+            assert checkpoints.calls == [("poll", True)]
+            raise SyncError("the engine is gone")
+
+    checkpoints = Checkpoints(None)
+    with pytest.raises(SyncError, match="gone"):
+        train_run._run(trainer(tmp_path, checkpoints), Broken())
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """No process group: rank 0 of 1. What it would have been started with."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(agreement, "gather", lambda mine: [mine])
+    monkeypatch.setattr(train_run, "start_process_group", lambda settings, **kwargs: given.update(kwargs))
+    return given
+
+
+def start(tmp_path: Path) -> None:
+    one = {"rendezvous__ranks_per_node": 1, "layout": {}, "deadlines__save_s": 500}
+    train_run.start(parse_train_config(job(tmp_path, **one)), Place(0, 1, ""))
+
+
+def test_what_megatron_asserts_is_everybodys_word(
+    tmp_path: Path, one_rank: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(settings: Any) -> Any:
+        raise AssertionError("megatron does not like\nthis setting")
+
+    write_files(tmp_path)
+    monkeypatch.setattr(train_run, "build", build)
+    with pytest.raises(AgreedError, match="^megatron does not like this setting$"):
+        start(tmp_path)
+    assert one_rank["deadline_s"] == 60 + 500, "a step, behind the longest that one rank may wait alone"
+
+
+def test_data_of_another_vocabulary_is_refused_before_the_first_step(
+    tmp_path: Path, one_rank: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path)
+    write_files(tmp_path / "other", vocab=200)
+    (tmp_path / "other/tokens.npy").rename(tmp_path / "tokens.npy")
+    monkeypatch.setattr(train_run, "build", None)  # so far it must not come
+    with pytest.raises(AgreedError, match=r"holds token \d+; the model's vocabulary has 102; tokenize the text"):
+        start(tmp_path)
