@@ -186,7 +186,7 @@ def _check_buffers(both: Tables, place_of: PlaceOf) -> None:
     order = order[np.isin(side.buffer[order], side.buffer[order[mixed]])]
     shape = np.concatenate((side.offset[:, None], extents[side.box], geometry.steps[side.strides]), axis=1)
     fine: set[bytes] = set()  # ways to lie in a buffer that are known to be without overlap
-    for start, length in zip(*map(Ints.tolist, runs(side.buffer[order])), strict=True):
+    for start, length in zip(*map(np.ndarray.tolist, runs(side.buffer[order])), strict=True):
         rows = order[start : start + length]
         if (key := shape[rows].tobytes()) in fine:
             continue
@@ -239,7 +239,7 @@ def _check_engine_covers(both: Tables) -> None:
     whole[tensors[both.geometry.volume[boxes] == both.shape.prod(axis=1)[tensors]]] = True
     keys = keys[~whole[tensors]]
     tensors, boxes = keys // num_boxes, keys % num_boxes
-    for start, length in zip(*map(Ints.tolist, runs(tensors)), strict=True):
+    for start, length in zip(*map(np.ndarray.tolist, runs(tensors)), strict=True):
         spec = both.tensors[tensors[start]]
         cut = spec.shape, boxes[start : start + length].tobytes()
         if cut not in missing:
