@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,13 +40,18 @@ class CountingLane:
     """A lane into nothing: keeps when each piece came and how large it was."""
 
     device = "cpu"
-    checksum = staticmethod(checksum)
+    window = 1
 
     def __init__(self) -> None:
         self.counters = LaneCounters()
         self.sent: list[tuple[int, int, float, str, int]] = []
 
-    def send(self, header: PieceHeader, payload: torch.Tensor, deadline_s: float) -> None:
+    def checksum(self, payload: torch.Tensor, stream: Any = None) -> Callable[[], int]:
+        return partial(checksum, payload)
+
+    def acknowledged(self, deadline_s: float) -> None: ...
+
+    def post(self, header: PieceHeader, payload: torch.Tensor, deadline_s: float) -> None:
         self.counters.pieces += 1
         self.counters.payload_bytes += payload.numel()
         self.counters.header_bytes += HEADER_BYTES

@@ -22,7 +22,7 @@ else
     config=configs/gpu1.yaml chosen=$one_rank
 fi
 # Two at a time: each engine start is half a minute of compiling on one core.
-part lanes 300 "${tests[@]}" tests/contract/test_lanes.py tests/contract/test_lane_faults.py -k "ipc or nccl or auto" &
+part lanes 300 "${tests[@]}" tests/contract/test_lanes.py tests/contract/test_lane_*.py -k "ipc or nccl or auto" &
 part trainer 600 "${tests[@]}" tests/gpu &
 part fence 400 "${tests[@]}" tests/engine/test_fence.py -k "$chosen" &
 wait

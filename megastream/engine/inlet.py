@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import torch
-
+from megastream.engine.receiving import Receiving, Sink
 from megastream.engine.settings import EngineSettings
 from megastream.plan.types import Plan
-from megastream.protocol.header import PieceHeader
-from megastream.protocol.lane import LaneAddress, LaneCounters, LaneError, ReceiveLane
-from megastream.protocol.staging import PieceRefused
+from megastream.protocol.lane import LaneAddress, LaneCounters, ReceiveLane
 
 logger = logging.getLogger(__name__)
 
@@ -30,30 +26,6 @@ class LaneReceiver(Protocol):
 
     def withdraw(self, address: LaneAddress) -> None:
         """Makes this address void, and ends an `accept` that waits for it. Any thread."""
-
-
-class Sink(Protocol):
-    """Where pieces go. Called by several lanes' threads at once."""
-
-    def admit(self, header: PieceHeader, source: int) -> bool:
-        """Blocks until there is room. False: receive and throw away. PieceRefused by name."""
-
-    def write(self, header: PieceHeader, payload: torch.Tensor) -> None:
-        """The bytes of an admitted piece are here and their checksum held."""
-
-    def lost(self, header: PieceHeader) -> None:
-        """The bytes of an admitted piece did not come."""
-
-    def settle(self, header: PieceHeader) -> None:
-        """The piece is acknowledged. May take long: prepares a version that is complete."""
-
-
-@contextmanager
-def _own_stream(*devices: torch.device) -> Iterator[None]:
-    """This thread's work on a GPU goes beside the engine's steps."""
-    gpu = next((device for device in devices if device.type == "cuda"), None)
-    with torch.cuda.stream(torch.cuda.Stream(gpu)) if gpu is not None else nullcontext():
-        yield
 
 
 class Inlet:
@@ -140,10 +112,7 @@ class Inlet:
         try:
             if not self._adopt(source, lane):
                 return
-            scratch = torch.empty(self._most_bytes[source], dtype=torch.uint8, device=lane.device)
-            with _own_stream(scratch.device, torch.device(self._settings.staging_device)):
-                while (header := lane.receive_header(self._settings.liveness_s)) is not None:
-                    self._receive(lane, source, header, scratch)
+            Receiving(lane, source, self._most_bytes[source], self._sink, self._settings).run()
         finally:
             lane.close()
 
@@ -152,31 +121,3 @@ class Inlet:
             self._lanes[source] = lane
             self.counters[source] = lane.counters
             return not self._aborted
-
-    def _receive(self, lane: ReceiveLane, source: int, header: PieceHeader, scratch: torch.Tensor) -> None:
-        try:
-            admitted = self._sink.admit(header, source)
-        except PieceRefused as refusal:
-            self._refuse(lane, header, scratch, refusal)
-            raise
-        try:
-            lane.receive_payload(header, scratch, self._settings.transfer_s)
-        except LaneError as error:
-            if admitted:
-                self._sink.lost(header)
-            with suppress(LaneError):  # a lane that broke cannot answer
-                lane.acknowledge(header, str(error))
-            raise
-        if admitted:
-            self._sink.write(header, scratch)
-        lane.acknowledge(header)
-        if admitted:
-            self._sink.settle(header)
-
-    def _refuse(self, lane: ReceiveLane, header: PieceHeader, scratch: torch.Tensor, refusal: PieceRefused) -> None:
-        """Answers with the reason. The payload is taken off the lane first, when it can be one of this lane's."""
-        with suppress(LaneError):
-            if 0 < header.num_bytes <= len(scratch):
-                lane.receive_payload(header, scratch, self._settings.transfer_s)
-        with suppress(LaneError):
-            lane.acknowledge(header, str(refusal))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 
 import torch
 
@@ -23,18 +22,23 @@ def target_region(flat: torch.Tensor, copy: Copy) -> torch.Tensor:
     return flat.as_strided(copy.shape, copy.target_strides, flat.storage_offset() + copy.target_offset)
 
 
-def scatter(piece: Piece, payload: torch.Tensor, buffer_of: Callable[[str], torch.Tensor]) -> int:
-    """Writes a piece's payload (1-D uint8, at least `num_bytes` long) into the flat buffers that its copies name.
+def target_regions(piece: Piece, buffer_of: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
+    """Where a piece's copies go in the flat buffers that they name: views in their shapes, contiguous ones 1-D."""
+    views = [target_region(buffer_of(copy.target_buffer), copy) for copy in piece.copies]
+    return [view.view(-1) if view.is_contiguous() else view for view in views]
 
-    Copies lie in the payload one behind the other, each row-major in its own shape. Returns the elements written.
+
+def scatter(piece: Piece, payload: torch.Tensor, regions: list[torch.Tensor]) -> int:
+    """Writes a piece's payload (1-D uint8, at least `num_bytes` long) into its target regions.
+
+    Copies lie in the payload one behind the other, each row-major in its own shape. On a GPU it takes few launches.
+    Returns the elements written.
     """
-    elements = payload[: piece.num_bytes].view(torch_dtype(piece.dtype))
-    begin = 0
-    for copy in piece.copies:
-        end = begin + prod(copy.shape)
-        target_region(buffer_of(copy.target_buffer), copy).copy_(elements[begin:end].view(copy.shape))
-        begin = end
-    return begin
+    sizes = [region.numel() for region in regions]
+    elements = payload[: piece.num_bytes].view(torch_dtype(piece.dtype))[: sum(sizes)]
+    pairs = zip(elements.split(sizes), regions, strict=True)
+    torch._foreach_copy_(regions, [part if region.dim() == 1 else part.view(region.shape) for part, region in pairs])
+    return sum(sizes)
 
 
 def finish_on_gpu(tensor: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from megastream.engine.compare import Comparison
 from megastream.engine.contract import ENGINE_ERRORS, CommitRequest, LiveModel
-from megastream.engine.scatter import scatter
+from megastream.engine.scatter import scatter, target_regions
 from megastream.engine.settings import EngineSettings
 from megastream.engine.staging import StagingMemory, copies_by_buffer
 from megastream.layout.shard import RankLayout
@@ -44,6 +44,8 @@ class StreamSink:
             pin_memory=settings.pin_memory,
             device=settings.staging_device,
         )
+        self._regions: dict[tuple[int, int], list[torch.Tensor]] = {}
+        """Where pieces go, by staging set and piece: a set stays where it is."""
         self._prepared: dict[Key, Any] = {}
         self._written: Counter[Key] = Counter()
         """Elements that lie in staging, counted as they were written."""
@@ -78,7 +80,10 @@ class StreamSink:
             slot = self._table.slot_of(_key(header))
             buffers = self._memory.buffers(slot)
         self._memory.await_reads(slot)
-        written = scatter(self._plan.pieces[header.seq], payload, buffers.__getitem__)
+        piece = self._plan.pieces[header.seq]
+        if (regions := self._regions.get((slot, piece.seq))) is None:
+            regions = self._regions[slot, piece.seq] = target_regions(piece, buffers.__getitem__)
+        written = scatter(piece, payload, regions)
         self._memory.finish_writes()
         with self._changed:
             self._written[_key(header)] += written

@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from megastream.engine.scatter import finish_on_gpu, scatter, torch_dtype
+from megastream.engine.scatter import finish_on_gpu, scatter, target_regions, torch_dtype
 from megastream.engine.settings import EngineSettings
 from megastream.layout.shard import RankLayout, TensorSpec
 from megastream.plan.types import Copy, Plan
@@ -69,7 +69,7 @@ class WholeSink:
                     dtype = torch_dtype(spec.dtype)
                     self._partial[name] = torch.empty(spec.shape, dtype=dtype, device=payload.device)
             flat = {name: self._partial[name].view(-1) for name in counts}
-        scatter(piece, payload, flat.__getitem__)
+        scatter(piece, payload, target_regions(piece, flat.__getitem__))
         finish_on_gpu(payload)
         with self._changed:
             if header.version != self._window:

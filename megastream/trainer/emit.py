@@ -20,9 +20,11 @@ from megastream.plan.types import Piece, Plan
 from megastream.protocol.lane import SendLane
 from megastream.trainer.outgoing import EmitError, EmitReport, Filled, MakeHeader, by_buffer, slot_sizes, traffic
 from megastream.trainer.pack import Packer
+from megastream.trainer.sending import Sending
+from megastream.trainer.slots import Slots
 
 CLOSE_GRACE_S = 5.0
-"""What closing allows beyond the deadline of the one send that may be under way, in seconds."""
+"""What closing allows beyond the deadline of what is under way, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +52,13 @@ class Emitter:
         self._rank, self._buffers, self._lanes = rank, buffers, dict(lanes)
         self._make_header, self._deadline_s = make_header, deadline_s
         self._pieces = by_buffer(plan.by_source.get(rank, ()), buffers, self._lanes, rank)
-        self._slots_per_target = slots_per_target
+        self._slots = Slots(slots_per_target)
+        self._slot_sizes = slot_sizes(self._pieces.values(), self._lanes, slots_per_target)
         self._condition = threading.Condition()
         self._version, self._attempt = -1, -1
         self._leases: set[str] = set()
         self._missing: set[str] = set()
         self._unacknowledged: dict[int, int] = {}
-        self._packing = ""
         self._wait_s = 0.0
         self._elements = 0
         self._before = traffic(self._lanes)
@@ -64,7 +66,6 @@ class Emitter:
         self._error: Exception | None = None
         self._closing = False
         self._final: queue.SimpleQueue[tuple[str, torch.cuda.Event | None] | None] = queue.SimpleQueue()
-        self._free: dict[int, list[torch.Tensor]] = {}
         self._outgoing: dict[int, queue.SimpleQueue[Filled | None]] = {t: queue.SimpleQueue() for t in self._lanes}
         self._start_threads()
 
@@ -134,6 +135,7 @@ class Emitter:
                     self._unacknowledged[piece.target] -= 1
             self._missing.clear()
             self._condition.notify_all()
+        self._slots.wake()
         self._wait(lambda: not self._leases, None, "revoke")  # for the packing of one piece
 
     def withdraw(self, deadline_s: float | None = None) -> EmitReport:
@@ -142,13 +144,14 @@ class Emitter:
         return self.drain(deadline_s)
 
     def close(self) -> None:
-        """Ends all threads and closes the lanes, whatever happened before. Blocks for one send at most. Idempotent.
+        """Ends all threads and closes the lanes, whatever happened before. Blocks for a deadline at most. Idempotent.
 
-        A thread that outlasts its send's deadline is named in the log; closing the lanes then breaks its send off.
+        What is under way arrives in that time; a thread that outlasts it is named in the log, and its lane broken off.
         """
         with self._condition:
             self._closing = True
             self._condition.notify_all()
+        self._slots.wake()
         self._final.put(None)
         for outgoing in self._outgoing.values():
             outgoing.put(None)
@@ -187,15 +190,13 @@ class Emitter:
         with self._condition:
             self._error = self._error or error
             self._condition.notify_all()
+        self._slots.wake()
 
     def _pack_all(self) -> None:
-        sizes = slot_sizes(self._pieces.values(), self._lanes, self._slots_per_target)
         device = next((self._buffers[name].device for name in self._pieces), torch.device("cpu"))
         packer = Packer(device)
-        with self._condition:
-            for target, each in sizes.items():
-                where = self._lanes[target].device
-                self._free[target] = [packer.new_slot(num_bytes, where) for num_bytes in each]
+        for target, sizes in self._slot_sizes.items():
+            self._slots.fill(target, [packer.new_slot(each, self._lanes[target].device) for each in sizes])
         while (entry := self._final.get()) is not None:
             name, event = entry
             for piece in self._pieces[name]:
@@ -205,51 +206,51 @@ class Emitter:
                     return
                 else:
                     self._done(piece.target)
+            packer.finish()
             with self._condition:
                 self._leases.discard(name)
                 self._condition.notify_all()
 
     def _pack(self, packer: Packer, piece: Piece, event: torch.cuda.Event | None, slot: torch.Tensor) -> None:
-        checksum = packer.fill(
-            piece, self._buffers[piece.source_buffer], event, slot, self._lanes[piece.target].checksum
-        )
-        header = self._make_header(piece, self._version, self._attempt, checksum)
-        self._outgoing[piece.target].put(Filled(piece, header, slot))
+        begin_sum = self._lanes[piece.target].checksum
+        payload, checksum = packer.fill(piece, self._buffers[piece.source_buffer], event, slot, begin_sum)
+        make_header = partial(self._make_header, piece, self._version, self._attempt)
+        self._outgoing[piece.target].put(Filled(piece, slot, payload, checksum, make_header))
 
     def _take_slot(self, piece: Piece) -> torch.Tensor | None:
         """A free slot of the piece's target; None when the version was withdrawn, or the emitter ends."""
         started = monotonic()
-        with self._condition:
-            self._packing = f"{piece.source_buffer} (unit {piece.unit}) to engine rank {piece.target}"
-            free = self._free[piece.target]
-            self._condition.wait_for(lambda: free or self._withdrawn or self._closing or self._error, self._deadline_s)
-            self._wait_s += monotonic() - started
-            if not free and not (self._withdrawn or self._closing or self._error):
+        slot = self._slots.take(piece, lambda: self._withdrawn or self._has_ended(), self._deadline_s)
+        self._wait_s += monotonic() - started
+        if slot is None and not (self._withdrawn or self._has_ended()):
+            with self._condition:
                 raise EmitError(f"rank {self._rank}: no slot came free within {self._deadline_s} s; {self._state()}")
-            self._packing = ""
-            return None if self._withdrawn or self._closing or self._error else free.pop()
+        return slot
+
+    def _has_ended(self) -> bool:
+        return self._closing or self._error is not None
 
     def _send_all(self, target: int) -> None:
-        lane = self._lanes[target]
-        while (filled := self._outgoing[target].get()) is not None:
-            if self._closing or self._error:
-                return
-            elements = 0
-            if not self._withdrawn:
-                before = lane.counters.payload_bytes
-                lane.send(filled.header, filled.slot[: filled.piece.num_bytes], self._deadline_s)
-                dtype: torch.dtype = getattr(torch, filled.piece.dtype)
-                elements = (lane.counters.payload_bytes - before) // dtype.itemsize
-            with self._condition:
-                self._free[target].append(filled.slot)
-            self._done(target, elements)
+        Sending(
+            self._lanes[target],
+            self._outgoing[target],
+            self._release,
+            is_withdrawn=lambda: self._withdrawn,
+            has_ended=self._has_ended,
+            deadline_s=self._deadline_s,
+        ).run()
+
+    def _release(self, filled: Filled, elements: int) -> None:
+        self._slots.give(filled.piece.target, filled.slot)
+        self._done(filled.piece.target, elements)
 
     def _done(self, target: int, elements: int = 0) -> None:
         """A piece is acknowledged, or dropped with its version."""
         with self._condition:
             self._elements += elements
             self._unacknowledged[target] -= 1
-            self._condition.notify_all()
+            if not any(self._unacknowledged.values()):  # nobody waits for less
+                self._condition.notify_all()
 
     # ---- waiting -----------------------------------------------------------------------------------------------
 
@@ -269,12 +270,11 @@ class Emitter:
 
     def _state(self) -> str:
         """Who waits for whom, for an error message. The condition is held."""
-        slots = ", ".join(f"rank {t}: {len(free)} of {self._slots_per_target} free" for t, free in self._free.items())
         left = ", ".join(f"rank {t}: {count}" for t, count in self._unacknowledged.items() if count)
         return (
-            f"packing {self._packing or 'nothing'}; leased {sorted(self._leases)}; "
+            f"packing {self._slots.wanted}; leased {sorted(self._leases)}; "
             f"not yet final {sorted(self._missing)}; "
-            f"slots by engine rank: {slots or 'none'}; pieces not acknowledged: {left or 'none'}; "
+            f"slots by engine rank: {self._slots}; pieces not acknowledged: {left or 'none'}; "
             f"raise transfer_s for an engine that only needs longer"
         )
 

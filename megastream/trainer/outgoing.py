@@ -39,11 +39,18 @@ class EmitReport:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A packed piece on its way to a lane."""
+    """A packed piece on its way to a lane. On a GPU its bytes are there once `checksum` has returned."""
 
     piece: Piece
-    header: PieceHeader
     slot: torch.Tensor
+    payload: torch.Tensor
+    """The part of the slot that the piece takes."""
+    checksum: Callable[[], int]
+    make_header: Callable[[int], PieceHeader]
+
+    def header(self) -> PieceHeader:
+        """Blocks until the checksum is known."""
+        return self.make_header(self.checksum())
 
 
 def traffic(lanes: Mapping[int, SendLane]) -> tuple[int, int, int]:

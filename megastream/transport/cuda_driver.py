@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that torch does not offer: memory shared between processes, and copies from it.
+"""The few calls of the CUDA driver that torch does not offer: memory shared between processes, and programs in PTX.
 
 `libcuda.so.1` comes with the driver, so its calls are the same whatever CUDA version torch was built with.
 """
@@ -26,6 +26,9 @@ _ARGUMENTS = {
     "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _Handle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
     "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
+    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, POINTER(c_void_p), c_void_p),
 }
 
 
@@ -39,10 +42,12 @@ class Driver:
     def __init__(self, index: int) -> None:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
+            self._enqueuing = ctypes.PyDLL("libcuda.so.1")  # short calls; to pass the GIL round costs more than they do
         except OSError as error:
             raise DriverError(f"no CUDA driver: {error}") from error
         for name, arguments in _ARGUMENTS.items():
-            getattr(self._library, name).argtypes = arguments
+            for library in (self._library, self._enqueuing):
+                getattr(library, name).argtypes = arguments
         self._index: int | None = index
         self._context = c_void_p()
         self._call("cuInit", 0)
@@ -76,14 +81,33 @@ class Driver:
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Enqueues a copy between device addresses on a CUDA stream."""
+        self._enqueue("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
+
+    def load(self, ptx: str, name: str) -> c_void_p:
+        """Translates a program for this GPU; its kernel of that name. It stays with the process: it may be running."""
         self._enter()
-        self._call("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
+        module, kernel = c_void_p(), c_void_p()
+        self._call("cuModuleLoadData", byref(module), ptx.encode())
+        self._call("cuModuleGetFunction", byref(kernel), module, name.encode())
+        return kernel
+
+    def launch(self, kernel: c_void_p, blocks: int, threads: int, stream: int, arguments: tuple[int, ...]) -> None:
+        """Enqueues a kernel whose arguments are 64-bit numbers."""
+        values = (c_uint64 * len(arguments))(*arguments)
+        places = (c_void_p * len(arguments))(*(ctypes.addressof(values) + 8 * i for i in range(len(arguments))))
+        self._enqueue("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, places, None)
 
     def _enter(self) -> None:
         self._call("cuCtxSetCurrent", self._context)
 
     def _call(self, name: str, *arguments: object) -> None:
-        result = getattr(self._library, name)(*arguments)
+        self._check(name, getattr(self._library, name)(*arguments))
+
+    def _enqueue(self, name: str, *arguments: object) -> None:
+        self._check("cuCtxSetCurrent", self._enqueuing.cuCtxSetCurrent(self._context))
+        self._check(name, getattr(self._enqueuing, name)(*arguments))
+
+    def _check(self, name: str, result: int) -> None:
         if result:
             text = c_char_p()
             self._library.cuGetErrorString(result, byref(text))

@@ -1,16 +1,19 @@
-"""Both ends of one gloo lane. How they come to be: transport/gloo.py."""
+"""Both ends of one gloo lane. How they come to be: transport/gloo.py.
+
+One piece is under way at a time: gloo's TCP is the bottleneck, not the conversation around it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
-import msgspec
 import torch
 
-from megastream.protocol.header import HEADER_BYTES, HeaderError, PieceHeader, decode_header, encode_header
-from megastream.protocol.lane import LaneCounters, LaneError, LaneTimeout
+from megastream.protocol.header import HEADER_BYTES, PieceHeader, encode_header
+from megastream.protocol.lane import LaneError, LaneTimeout
 from megastream.transport.checksum import check_payload, checksum
 from megastream.transport.gloo_pair import (
     ACK_TAG,
@@ -23,97 +26,84 @@ from megastream.transport.gloo_pair import (
     Work,
     wait,
 )
+from megastream.transport.lane_end import CLOSE_GRACE_S, LaneEnd, closing_header
 
 TRAILER_BYTES = 8
 ACK_BYTES = 512
-CLOSE_GRACE_S = 2.0
-"""How long a closing sender waits for the receiver to take its closing header, and an acknowledgement may take."""
 
 _OK, _REFUSED, _REFUSED_UNREAD = 0, 1, 2
 
 
-class _Lane:
-    """What both ends share: the group, its name in messages, and the reason once it is broken."""
-
-    device = "cpu"
-
-    def __init__(self, pair: GlooPair, name: str) -> None:
-        self.counters = LaneCounters()
-        self._hash: Callable[[torch.Tensor], int] = checksum
-        self._pair: GlooPair | None = pair
-        self._name = name
-        self._broken: str | None = None
-
-    def _usable(self) -> GlooPair:
-        pair = self._pair
-        if pair is None:
-            raise LaneError(f"{self._name}: closed")
-        if self._broken is not None:
-            raise LaneError(f"{self._name}: {self._broken}")
-        return pair
-
-    def _fail(self, error: PairTimeout | PairBroken, doing: str, seconds: float) -> LaneError:
-        """The error to raise; the lane is unusable from here on."""
-        if isinstance(error, PairTimeout):
-            self._broken = self._broken or f"{doing}: nothing within {seconds:.1f} s"
-            return LaneTimeout(f"{self._name}: {self._broken}")
-        self._broken = self._broken or f"{doing}: the peer is gone ({error})"
-        return LaneError(f"{self._name}: {self._broken}")
-
-    def _identify(self, header: PieceHeader) -> str:
-        self._name = f"lane trainer {header.source} -> engine {header.target}"
-        return f"unit {header.unit} of version {header.version}, piece {header.seq}"
+@dataclass(slots=True)
+class _Posted:
+    header: PieceHeader
+    ack: torch.Tensor
+    acknowledged: Work
+    sent: list[Work]
 
 
-class GlooSendLane(_Lane):
-    """The trainer's end; see protocol.lane.SendLane. Any failed send leaves the lane unusable, except a refusal of a
-    piece that the receiver has read."""
+@dataclass(slots=True)
+class _Begun:
+    view: torch.Tensor
+    trailer: torch.Tensor
+    works: list[Work]
+
+
+class GlooSendLane(LaneEnd[GlooPair]):
+    """The trainer's end; see protocol.lane.SendLane. Any failure leaves the lane unusable, except a refusal of a piece
+    that the receiver has read."""
+
+    window = 1
 
     def __init__(self, pair: GlooPair, name: str) -> None:
         super().__init__(pair, name)
         self._last: PieceHeader | None = None
+        self._posted: _Posted | None = None
 
-    def checksum(self, payload: torch.Tensor) -> int:
-        return self._hash(payload)
+    def checksum(self, payload: torch.Tensor, stream: torch.cuda.Stream | None = None) -> Callable[[], int]:
+        value = checksum(payload)
+        return lambda: value
 
-    def send(self, header: PieceHeader, payload: torch.Tensor, deadline_s: float) -> None:
+    def post(self, header: PieceHeader, payload: torch.Tensor, deadline_s: float) -> None:
         """ValueError before any byte moves when `payload` is not exactly the piece's memory."""
         pair = self._usable()
-        what = self._identify(header)
-        check_payload(payload, header.num_bytes, f"{self._name}, {what}", self.device)
+        what = self._name_of(header)
+        if self._posted is not None:
+            raise ValueError(f"{what}: piece {self._posted.header.seq} is under way, and this lane carries one")
+        check_payload(payload, header.num_bytes, what, self.device)
         self._last = header
+        ack = torch.empty(ACK_BYTES, dtype=torch.uint8)
+        pair.limit(deadline_s + CLOSE_GRACE_S)
+        try:
+            acknowledged = pair.post_receive(ack, ACK_TAG)
+            sent = [
+                pair.post_broadcast(as_bytes(encode_header(header)), SENDER),
+                pair.post_send(payload[: header.num_bytes], PAYLOAD_TAG),
+                pair.post_send(as_bytes(header.seq.to_bytes(TRAILER_BYTES, "little")), TRAILER_TAG),
+            ]
+        except PairBroken as error:
+            raise self._fail(error, f"announced {self._identify(header)}", deadline_s) from error
+        self._posted = _Posted(header, ack, acknowledged, sent)
+
+    def acknowledged(self, deadline_s: float) -> None:
+        """Waits on the acknowledgement alone, while it can (gloo_pair says why)."""
+        pair = self._usable()
+        if (posted := self._posted) is None:
+            raise ValueError(f"{self._name}: nothing is under way")
+        what = self._identify(posted.header)
         started = time.monotonic()
         try:
-            ack = self._ship(pair, header, payload[: header.num_bytes], started + deadline_s)
+            wait(posted.acknowledged, started + deadline_s)
+            ack = posted.ack.numpy().tobytes()
+            for work in posted.sent if ack[0] != _REFUSED_UNREAD else ():
+                wait(work, started + deadline_s)
         except (PairTimeout, PairBroken) as error:
             raise self._fail(error, f"waited for the acknowledgement of {what}", deadline_s) from error
         finally:
             self.counters.wait_s += time.monotonic() - started
+        self._posted = None
         self._judge(pair, ack, what)
-        self.counters.pieces += 1
-        self.counters.payload_bytes += header.num_bytes
-        self.counters.header_bytes += HEADER_BYTES + TRAILER_BYTES
-
-    def _ship(self, pair: GlooPair, header: PieceHeader, payload: torch.Tensor, until: float) -> bytes:
-        """Posts everything, then waits on the acknowledgement alone (gloo_pair says why). The acknowledgement."""
-        ack = torch.empty(ACK_BYTES, dtype=torch.uint8)
-        pair.limit(max(until - time.monotonic(), 0.0) + CLOSE_GRACE_S)
-        acknowledged = pair.post_receive(ack, ACK_TAG)
-        sent = [
-            pair.post_broadcast(as_bytes(encode_header(header)), SENDER),
-            pair.post_send(self._in_group(payload), PAYLOAD_TAG),
-            pair.post_send(as_bytes(header.seq.to_bytes(TRAILER_BYTES, "little")), TRAILER_TAG),
-        ]
-        wait(acknowledged, until)
-        raw = ack.numpy().tobytes()
-        if raw[0] != _REFUSED_UNREAD:
-            for work in sent:
-                wait(work, until)
-        return raw
-
-    def _in_group(self, payload: torch.Tensor) -> torch.Tensor:
-        """What goes through the group in the payload's place: the payload, unless bytes go another way."""
-        return payload
+        self._count(posted.header, HEADER_BYTES + TRAILER_BYTES)
 
     def _judge(self, pair: GlooPair, ack: bytes, what: str) -> None:
         status = ack[0]
@@ -128,42 +118,48 @@ class GlooSendLane(_Lane):
         raise LaneError(f"{self._name}: {message}")
 
     def close(self) -> None:
-        pair, self._pair = self._pair, None
+        pair, self._way = self._way, None
         if pair is None:
             return
+        if self._posted is not None:
+            self._broken = self._broken or "closed with a piece under way"
         if self._broken is None:
             with suppress(PairTimeout, PairBroken):
-                header = encode_header(_closing(self._last))
+                header = encode_header(closing_header(self._last))
                 pair.limit(CLOSE_GRACE_S)
                 wait(pair.post_broadcast(as_bytes(header), SENDER), time.monotonic() + CLOSE_GRACE_S)
         pair.close()
+        self._posted = None
 
 
-class GlooReceiveLane(_Lane):
+class GlooReceiveLane(LaneEnd[GlooPair]):
     """The engine's end; see protocol.lane.ReceiveLane.
 
     `receive_header` may time out and be called again. After a wrong checksum `acknowledge(header, error)` still works.
+    A refusal before the payload was begun ends the lane: its bytes cannot be skipped.
     """
+
+    window = 1
 
     def __init__(self, pair: GlooPair, name: str) -> None:
         super().__init__(pair, name)
         self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self._coming: Work | None = None
+        self._begun: _Begun | None = None
         self._unread = False
         self._ask()
 
-    def _ask(self) -> None:
+    def _ask(self) -> Work:
         """Asks for the next header, so that it (and a closing one) can come at any time."""
-        if self._pair is not None and self._coming is None:
-            self._coming = self._pair.post_broadcast(self._header, SENDER)
+        if self._coming is None:
+            self._coming = self._usable().post_broadcast(self._header, SENDER)
+        return self._coming
 
     def receive_header(self, deadline_s: float) -> PieceHeader | None:
         self._usable()
         started = time.monotonic()
         try:
-            self._ask()
-            assert self._coming is not None
-            wait(self._coming, started + deadline_s)
+            wait(self._ask(), started + deadline_s)
         except PairTimeout as error:
             raise LaneTimeout(f"{self._name}: no header came within {deadline_s:.1f} s") from error
         except PairBroken as error:
@@ -171,56 +167,48 @@ class GlooReceiveLane(_Lane):
         finally:
             self.counters.wait_s += time.monotonic() - started
         self._coming = None
-        try:
-            header = decode_header(self._header.numpy().tobytes())
-        except HeaderError as error:
-            self._broken = str(error)
-            raise LaneError(f"{self._name}: {error}") from error
-        if header.kind == "close":
-            self._broken = "the sender closed the lane"
-            return None
-        self._identify(header)
-        self._unread = True
+        header = self._read(self._header.numpy().tobytes())
+        self._unread = header is not None
         return header
 
-    def receive_payload(self, header: PieceHeader, into: torch.Tensor, deadline_s: float) -> None:
+    def has_header(self) -> bool:
+        self._usable()
+        return bool(self._ask().is_completed())
+
+    def begin_payload(self, header: PieceHeader, into: torch.Tensor, deadline_s: float) -> None:
         pair = self._usable()
         what = self._identify(header)
-        check_payload(into, header.num_bytes, f"{self._name}, {what}", self.device)
-        view = into[: header.num_bytes]
+        check_payload(into, header.num_bytes, self._name_of(header), self.device)
+        view, trailer = into[: header.num_bytes], torch.empty(TRAILER_BYTES, dtype=torch.uint8)
+        try:
+            works = [pair.post_receive(view, PAYLOAD_TAG), pair.post_receive(trailer, TRAILER_TAG)]
+        except PairBroken as error:
+            raise self._fail(error, f"asked for the bytes of {what}", deadline_s) from error
+        self._unread = False
+        self._begun = _Begun(view, trailer, works)
+
+    def finish_payload(self, header: PieceHeader, deadline_s: float) -> None:
+        self._usable()
+        what = self._identify(header)
+        if (begun := self._begun) is None:
+            raise ValueError(f"{self._name}, {what}: its payload was not begun")
         started = time.monotonic()
         try:
-            seq = self._take(pair, view, started + deadline_s)
+            for work in reversed(begun.works):  # the trailer first: gloo_pair says why
+                wait(work, started + deadline_s)
         except (PairTimeout, PairBroken) as error:
             raise self._fail(error, f"waited for the bytes of {what}", deadline_s) from error
         finally:
             self.counters.wait_s += time.monotonic() - started
-        self._unread = False
-        self._verify(header, view, seq, what)
-        self.counters.pieces += 1
-        self.counters.payload_bytes += header.num_bytes
-        self.counters.header_bytes += HEADER_BYTES + TRAILER_BYTES
-
-    def _take(self, pair: GlooPair, into: torch.Tensor, until: float) -> int:
-        """Fills `into` and returns the sequence number in the trailer. PairTimeout, PairBroken."""
-        trailer = torch.empty(TRAILER_BYTES, dtype=torch.uint8)
-        works = [pair.post_receive(into, PAYLOAD_TAG), pair.post_receive(trailer, TRAILER_TAG)]
-        for work in reversed(works):  # the trailer first: gloo_pair says why
-            wait(work, until)
-        return int.from_bytes(trailer.numpy().tobytes(), "little")
-
-    def _verify(self, header: PieceHeader, view: torch.Tensor, seq: int, what: str) -> None:
+        self._begun = None
+        seq = int.from_bytes(begun.trailer.numpy().tobytes(), "little")
         if seq != header.seq:
             self._broken = f"{what} ended with the trailer of piece {seq}"
             raise LaneError(f"{self._name}: {self._broken}")
-        found = self._hash(view)
-        if found != header.checksum:
-            raise LaneError(
-                f"{self._name}: {what}: checksum {found:016x} of {header.num_bytes} bytes, sent {header.checksum:016x}"
-            )
+        self._verify(header, checksum(begun.view))
+        self._count(header, HEADER_BYTES + TRAILER_BYTES)
 
     def acknowledge(self, header: PieceHeader, error: str | None = None) -> None:
-        """A refusal before the payload was read ends the lane: its bytes cannot be skipped."""
         pair = self._usable()
         status = _OK if error is None else _REFUSED_UNREAD if self._unread else _REFUSED
         text = (error or "").encode()[: ACK_BYTES - 3]
@@ -235,14 +223,14 @@ class GlooReceiveLane(_Lane):
             self._broken = f"refused piece {header.seq} unread: {error}"
 
     def abort(self) -> None:
-        pair = self._pair
+        pair = self._way
         if pair is not None:
             self._broken = self._broken or "aborted"
             pair.abort()
 
     def close(self) -> None:
-        pair, self._pair = self._pair, None
-        self._coming = None
+        pair, self._way = self._way, None
+        self._coming = self._begun = None
         if pair is not None:
             pair.close()
 
@@ -250,14 +238,3 @@ class GlooReceiveLane(_Lane):
 def as_bytes(raw: bytes) -> torch.Tensor:
     """A CPU tensor over a copy of these bytes."""
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-
-
-def _closing(last: PieceHeader | None) -> PieceHeader:
-    """The closing header of a lane; it repeats what the last piece said about whose lane it is."""
-    if last is not None:
-        return msgspec.structs.replace(last, kind="close", num_bytes=0, checksum=0)
-    blank = dict.fromkeys(("run_id", "attachment", "unit", "plan_digest"), "")
-    numbers = dict.fromkeys(
-        ("incarnation", "version", "attempt", "source", "target", "seq", "num_bytes", "checksum"), 0
-    )
-    return PieceHeader(kind="close", **blank, **numbers)  # type: ignore[arg-type]

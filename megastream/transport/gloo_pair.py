@@ -92,7 +92,6 @@ class GlooPair:
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1
         self.peer = 1 - rank
-        self._there = (store, rank, host)
         try:
             self._group = dist.ProcessGroupGloo(store, rank, 2, options)
         except RuntimeError as error:
@@ -101,11 +100,6 @@ class GlooPair:
         self._group.set_timeout(_FOREVER)
         # A group with a posted header joins its thread when it is destroyed: forgotten, it would hold up the exit.
         self._finalize = weakref.finalize(self, _abort, self._group, self.peer)
-
-    def twin(self, timeout_s: float) -> GlooPair:
-        """Another group of the same two processes. Both ends call it; blocks like the construction."""
-        store, rank, host = self._there
-        return GlooPair(prefixed(store, "twin"), rank, host, timeout_s)
 
     def limit(self, seconds: float) -> None:
         """What is posted from now on lives for so long at most, also when nobody waits for it any more."""

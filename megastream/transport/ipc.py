@@ -1,83 +1,93 @@
 """Lanes between processes of one host whose GPUs reach each other's memory: the engine copies out of the trainer's.
 
-Headers, trailers and acknowledgements go through the group that gloo lanes use. In place of a payload goes where it
-lies: a CUDA IPC handle, opened once for each allocation, and an offset. The engine pulls the bytes on a stream of its
-own, into its own memory, and checks them there. The trainer's memory is free again when `send` returns.
+A payload's place is a CUDA IPC handle, opened once for each allocation, and an offset. The engine pulls the bytes on a
+stream of its own, into its own memory. The trainer's memory is free again at the acknowledgement.
 """
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from megastream.protocol.lane import LaneError
-from megastream.transport.checksum import WeightedSum
 from megastream.transport.cuda_driver import HANDLE_BYTES, Driver, DriverError
-from megastream.transport.gloo_lane import GlooReceiveLane, GlooSendLane
-from megastream.transport.gloo_pair import GlooPair
+from megastream.transport.wire import Check, tries
 
 _OFFSET_BYTES = 8
 PLACE_BYTES = HANDLE_BYTES + _OFFSET_BYTES
+_DYING_S = 1.0
+"""Within this time a process that lost its memory has lost its connection, too."""
 
 
-class IpcSendLane(GlooSendLane):
+class IpcOutlet:
     """The trainer's end. A payload must lie in memory that torch's allocator got by cudaMalloc."""
 
-    def __init__(self, pair: GlooPair, name: str, device: torch.device) -> None:
-        super().__init__(pair, name)
-        self.device, self._hash = str(device), WeightedSum(device)
-        self._driver = Driver(device.index)
-        self._places: dict[int, torch.Tensor] = {}
+    place_bytes = PLACE_BYTES
 
-    def close(self) -> None:
-        super().close()
-        self._driver.close()
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name, self._driver = name, Driver(device.index)
+        self._places: dict[int, bytes] = {}
 
-    def _in_group(self, payload: torch.Tensor) -> torch.Tensor:
+    def place(self, payload: torch.Tensor) -> bytes:
         """Where the payload lies. Slots are used again and again, so each address is asked for once."""
         at = payload.data_ptr()
         if at not in self._places:
             try:
-                self._places[at] = _place(*self._driver.export(at))
+                handle, offset = self._driver.export(at)
             except DriverError as error:
                 raise LaneError(
                     f"{self._name}: the payload's memory cannot be shared ({error}); switch expandable segments off "
                     f"in PYTORCH_CUDA_ALLOC_CONF, or use transport nccl or gloo"
                 ) from error
+            self._places[at] = handle + offset.to_bytes(_OFFSET_BYTES, "little")
         return self._places[at]
 
+    def go(self, payload: torch.Tensor, check: Check, until: float) -> None:
+        """Never asked: the engine does the copying."""
 
-class IpcReceiveLane(GlooReceiveLane):
-    """The engine's end."""
+    def settle(self, check: Check, until: float) -> None:
+        """Nothing of this side is under way."""
 
-    def __init__(self, pair: GlooPair, name: str, device: torch.device) -> None:
-        super().__init__(pair, name)
-        self.device, self._hash = str(device), WeightedSum(device)
-        self._driver = Driver(device.index)
-        self._stream = torch.cuda.Stream(device)
-        self._open: dict[bytes, int] = {}
+    def stop(self) -> None: ...
 
     def close(self) -> None:
-        super().close()
-        for pointer in self._open.values():
-            self._driver.forget(pointer)
-        self._open.clear()
         self._driver.close()
 
-    def _take(self, pair: GlooPair, into: torch.Tensor, until: float) -> int:
-        place = torch.empty(PLACE_BYTES, dtype=torch.uint8)
-        seq = super()._take(pair, place, until)
-        raw = place.numpy().tobytes()
-        handle, offset = raw[:HANDLE_BYTES], int.from_bytes(raw[HANDLE_BYTES:], "little")
+
+class IpcIntake:
+    """The engine's end."""
+
+    place_bytes = PLACE_BYTES
+    says_go = False
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name, self._driver = name, Driver(device.index)
+        self._stream, self._came = torch.cuda.Stream(device), torch.cuda.Event()
+        self._open: dict[bytes, int] = {}
+
+    def take(self, place: bytes, into: torch.Tensor, check: Check, until: float) -> torch.cuda.Event:
+        handle, offset = place[:HANDLE_BYTES], int.from_bytes(place[HANDLE_BYTES:], "little")
         try:
             if handle not in self._open:
                 self._open[handle] = self._driver.open(handle)
             source = self._open[handle] + offset
             self._driver.copy(into.data_ptr(), source, into.numel(), self._stream.cuda_stream)
         except DriverError as error:
+            for _ in tries(time.monotonic() + _DYING_S):
+                check()
             raise LaneError(f"{self._name}: the trainer's memory cannot be read: {error}") from error
+        self._came.record(self._stream)  # whoever waits for it now does not mind that it is used again
+        return self._came
+
+    def look(self) -> None:
+        """A copy needs no peer."""
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None:
         self._stream.synchronize()
-        return seq
-
-
-def _place(handle: bytes, offset: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(handle + offset.to_bytes(_OFFSET_BYTES, "little")), dtype=torch.uint8)
+        for pointer in self._open.values():
+            self._driver.forget(pointer)
+        self._open.clear()
+        self._driver.close()

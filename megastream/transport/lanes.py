@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +14,16 @@ import msgspec
 import torch
 
 from megastream.protocol.lane import LaneAddress, LaneError, LaneTimeout, ReceiveLane, SendLane
-from megastream.transport import gloo, nccl_library
+from megastream.transport import gloo, nccl_library, wire
 from megastream.transport.choice import WANTED, Side, Wanted, choose
 from megastream.transport.cuda_driver import Driver, DriverError
 from megastream.transport.gloo_lane import GlooReceiveLane, GlooSendLane, as_bytes
 from megastream.transport.gloo_pair import RECEIVER, SENDER, GlooPair, PairBroken, PairTimeout, wait
-from megastream.transport.ipc import IpcReceiveLane, IpcSendLane
-from megastream.transport.nccl import NcclReceiveLane, NcclSendLane
+from megastream.transport.ipc import IpcIntake, IpcOutlet
+from megastream.transport.nccl import NcclIntake, NcclOutlet
 from megastream.transport.nccl_library import NcclComm, NcclError
+from megastream.transport.wire import Wire
+from megastream.transport.wire_lane import WireReceiveLane, WireSendLane
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = ""
     why: str = ""
     nccl_id: bytes = b""
+    port: int = 0
+    """Of a GPU lane's connection, at the address's host; whoever connects says the token first."""
+    token: bytes = b""
     refused: str = ""
 
 
@@ -62,22 +68,25 @@ class Receiver(gloo.GlooReceiver):
             raise
 
     def _agree(self, pair: GlooPair, name: str, until: float) -> ReceiveLane:
-        trainer = _hear(pair, Side, until)
+        trainer = hear(pair, Side, until)
         engine = describe(self._device, tried=trainer)
         try:
             transport, why = choose(self.transport, trainer, engine)  # type: ignore[arg-type]
         except ValueError as error:
-            _say(pair, Verdict(refused=str(error)), until)
+            say(pair, Verdict(refused=str(error)), until)
             raise LaneError(f"{name}: {error}") from error
-        identity = nccl_library.unique_id() if transport == "nccl" else b""
-        _say(pair, Verdict(transport=transport, why=why, nccl_id=identity), until)
+        verdict = Verdict(transport=transport, why=why)
         self._tell(f"{name} goes over {transport} ({why})")
-        if transport == "ipc":
-            return IpcReceiveLane(pair, name, self._device)
+        if transport == "gloo":
+            say(pair, verdict, until)
+            return GlooReceiveLane(pair, name)
         if transport == "nccl":
-            comm, watch = _join(pair, identity, RECEIVER, self._device, name, until)
-            return NcclReceiveLane(pair, name, self._device, comm, watch)
-        return GlooReceiveLane(pair, name)
+            verdict = msgspec.structs.replace(verdict, nccl_id=nccl_library.unique_id())
+        connection = open_wire(pair, self._host, verdict, until)
+        if transport == "ipc":
+            return WireReceiveLane(connection, name, self._device, IpcIntake(name, self._device))
+        comm = _join(connection, verdict.nccl_id, RECEIVER, self._device, name, until)
+        return WireReceiveLane(connection, name, self._device, NcclIntake(comm))
 
 
 def connect(address: LaneAddress, deadline_s: float, device: torch.device) -> SendLane:
@@ -92,7 +101,7 @@ def connect(address: LaneAddress, deadline_s: float, device: torch.device) -> Se
         return gloo.connect(address, deadline_s)
     pair = gloo.meet(address, deadline_s)
     try:
-        return _agree(pair, name, with_index(device), until)
+        return _agree(pair, address, with_index(device), until)
     except PairTimeout as error:
         pair.close()
         raise LaneTimeout(f"{name}: not agreed on within {deadline_s:.1f} s") from error
@@ -104,19 +113,33 @@ def connect(address: LaneAddress, deadline_s: float, device: torch.device) -> Se
         raise
 
 
-def _agree(pair: GlooPair, name: str, device: torch.device, until: float) -> SendLane:
+def _agree(pair: GlooPair, address: LaneAddress, device: torch.device, until: float) -> SendLane:
+    name = gloo.name_of(address)
     probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device) if device.type == "cuda" else None
-    _say(pair, describe(device, probe=probe), until)
-    verdict = _hear(pair, Verdict, until)
+    say(pair, describe(device, probe=probe), until)
+    verdict = hear(pair, Verdict, until)
     if verdict.refused:
         raise LaneError(f"{name}: {verdict.refused}")
     logger.info("%s goes over %s (%s)", name, verdict.transport, verdict.why)
+    if verdict.transport == "gloo":
+        return GlooSendLane(pair, name)
+    connection = wire.dial(address.host, verdict.port, verdict.token, until)
+    pair.close()
     if verdict.transport == "ipc":
-        return IpcSendLane(pair, name, device)
-    if verdict.transport == "nccl":
-        comm, watch = _join(pair, verdict.nccl_id, SENDER, device, name, until)
-        return NcclSendLane(pair, name, device, comm, watch)
-    return GlooSendLane(pair, name)
+        return WireSendLane(connection, name, device, IpcOutlet(name, device))
+    comm = _join(connection, verdict.nccl_id, SENDER, device, name, until)
+    return WireSendLane(connection, name, device, NcclOutlet(comm))
+
+
+def open_wire(pair: GlooPair, host: str, verdict: Verdict, until: float) -> Wire:
+    """Tells the sender the verdict and where to connect to, and waits for it. The group has done its work then."""
+    token = secrets.token_bytes(wire.TOKEN_BYTES)
+    with wire.listen(host) as listening:
+        port = listening.getsockname()[1]
+        say(pair, msgspec.structs.replace(verdict, port=port, token=token), until)
+        connection = wire.accept(listening, token, until)
+    pair.close()
+    return connection
 
 
 def describe(device: torch.device, *, probe: torch.Tensor | None = None, tried: Side | None = None) -> Side:
@@ -150,23 +173,20 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
-def _join(
-    pair: GlooPair, identity: bytes, rank: int, device: torch.device, name: str, until: float
-) -> tuple[NcclComm, GlooPair]:
-    watch = pair.twin(max(until - time.monotonic(), 0.1))
+def _join(connection: Wire, identity: bytes, rank: int, device: torch.device, name: str, until: float) -> NcclComm:
     try:
-        return NcclComm(identity, rank, device, until), watch
+        return NcclComm(identity, rank, device, until)
     except NcclError as error:
-        watch.close()
+        connection.close()
         raise LaneError(f"{name}: no NCCL communicator: {error}") from error
 
 
-def _say(pair: GlooPair, word: msgspec.Struct, until: float) -> None:
+def say(pair: GlooPair, word: msgspec.Struct, until: float) -> None:
     raw = msgspec.json.encode(word)
     wait(pair.post_send(as_bytes(raw.ljust(_HELLO_BYTES)), _HELLO_TAG), until)
 
 
-def _hear(pair: GlooPair, kind: type[Said], until: float) -> Said:
+def hear(pair: GlooPair, kind: type[Said], until: float) -> Said:
     raw = torch.empty(_HELLO_BYTES, dtype=torch.uint8)
     wait(pair.post_receive(raw, _HELLO_TAG), until)
     try:

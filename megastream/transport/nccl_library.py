@@ -7,11 +7,11 @@ the one that torch has loaded. From nccl.h; the config is the one of 2.18, which
 from __future__ import annotations
 
 import ctypes
-import time
-from collections.abc import Callable, Iterator
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 
 import torch
+
+from megastream.transport.wire import Check, tries
 
 ID_BYTES = 128
 MAX_CTAS = 8
@@ -19,10 +19,6 @@ MAX_CTAS = 8
 
 _SUCCESS, _IN_PROGRESS, _UINT8 = 0, 7, 1
 _UNSET, _MAGIC, _CONFIG_VERSION = -(2**31), 0xCAFEBEEF, 21800
-_SPIN_S, _POLL_S = 0.002, 0.0001
-
-Check = Callable[[], None]
-"""Raises when there is nothing left to wait for."""
 
 
 class NcclError(RuntimeError):
@@ -113,10 +109,16 @@ class NcclComm:
 
     def finish(self, done: torch.cuda.Event, check: Check, until: float) -> None:
         """Blocks until what the event stands for is done. NcclError, NcclTimeout, and what `check` raises."""
-        for _ in _tries("the transfer", check, until):
+        for _ in tries(until):
             if done.query():
                 return
-            self._state("the transfer")
+            check()
+            self.look()
+        raise NcclTimeout("the transfer was not done at its deadline")
+
+    def look(self) -> None:
+        """NcclError when a transfer has failed."""
+        self._state("a transfer")
 
     def close(self) -> None:
         """Ends what is under way, also against a peer that is gone. Idempotent."""
@@ -125,11 +127,9 @@ class NcclComm:
             self._library.ncclCommAbort(comm)
 
     def _post(self, name: str, tensor: torch.Tensor, check: Check, until: float) -> torch.cuda.Event:
-        if not self._comm:
-            raise NcclError(f"{name}: the communicator is closed")
         with torch.cuda.device(tensor.device):
             result = getattr(self._library, name)(
-                tensor.data_ptr(), tensor.numel(), _UINT8, self._peer, self._comm, self._stream.cuda_stream
+                tensor.data_ptr(), tensor.numel(), _UINT8, self._peer, self._open(name), self._stream.cuda_stream
             )
         self._settle(result, name, check, until)
         event = torch.cuda.Event()
@@ -140,27 +140,23 @@ class NcclComm:
         """Waits until a call is no longer in progress."""
         if result != _IN_PROGRESS:
             _check(self._library, result, what)
-        for _ in _tries(what, check, until):
+        for _ in tries(until):
             if self._state(what) == _SUCCESS:
                 return
+            check()
+        raise NcclTimeout(f"{what} was not done at its deadline")
 
     def _state(self, what: str) -> int:
         state = c_int(_SUCCESS)
-        _check(self._library, self._library.ncclCommGetAsyncError(self._comm, byref(state)), what)
+        _check(self._library, self._library.ncclCommGetAsyncError(self._open(what), byref(state)), what)
         if state.value != _IN_PROGRESS:
             _check(self._library, state.value, what)
         return state.value
 
-
-def _tries(what: str, check: Check, until: float) -> Iterator[None]:
-    """Often at first, then less often. NcclTimeout at `until`."""
-    began = time.monotonic()
-    while True:
-        yield
-        check()
-        if (now := time.monotonic()) > until:
-            raise NcclTimeout(f"{what} was not done at its deadline")
-        time.sleep(0.0 if now - began < _SPIN_S else _POLL_S)
+    def _open(self, what: str) -> c_void_p:
+        if not self._comm:
+            raise NcclError(f"{what}: the communicator is closed")
+        return self._comm
 
 
 def _nothing() -> None:

@@ -10,12 +10,19 @@ import redis
 from megastream.control import redis_log
 from megastream.control.embedded import EmbeddedServer
 from megastream.control.redis_log import RedisLog
-from tests.contract.lanes import TRANSPORTS, Link
+from tests.contract.lanes import SEVERAL, WITH_MARKS, Link
 from tests.contract.logs import RUN
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=WITH_MARKS)
 def link(request: pytest.FixtureRequest) -> Iterator[Link]:
+    link = Link(request.param)
+    yield link
+    link.close()
+
+
+@pytest.fixture(params=SEVERAL)
+def wide(request: pytest.FixtureRequest) -> Iterator[Link]:
     link = Link(request.param)
     yield link
     link.close()

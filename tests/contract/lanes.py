@@ -8,38 +8,50 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 from megastream.protocol.header import PieceHeader
-from megastream.protocol.lane import LaneAddress
+from megastream.protocol.lane import LaneAddress, LaneError
 from megastream.transport import lanes
 from megastream.transport.checksum import checksum
+from tests.contract import memory
 from tests.helpers.forked import PRELOAD, WITHOUT_CUDA, forked
 from tests.helpers.ranks import SHARED_GPU
 
 HAS_GPU = torch.cuda.is_available()
-TRANSPORTS = ("gloo", "ipc", "nccl") if HAS_GPU else ("gloo",)
+TRANSPORTS = ("gloo", memory.TRANSPORT, "ipc", "nccl") if HAS_GPU else ("gloo", memory.TRANSPORT)
 """Those that this machine has; tools/gpu_check.sh runs these tests where there is a GPU."""
 HOST = "127.0.0.1"
+SEVERAL = tuple(transport for transport in TRANSPORTS if transport != "gloo")
+"""Those on which several pieces may be under way."""
+WITH_MARKS = [pytest.param(name, marks=pytest.mark.full if name == memory.TRANSPORT else ()) for name in TRANSPORTS]
+"""Where there is no GPU, a second transport is much to run for each change."""
 SLOT = 1 << 20
+SOON_S = 2.0
+"""A dead peer is noticed within this time."""
 
 processes = forked(WITHOUT_CUDA if HAS_GPU else PRELOAD)
 
 
 def device_of(transport: str, index: int) -> torch.device:
     """Where this end's payloads lie. With one GPU both ends share it."""
-    if transport == "gloo":
+    if transport in ("gloo", memory.TRANSPORT):
         return torch.device("cpu")
     return torch.device("cuda", index % torch.cuda.device_count())
 
 
 def connect(transport: str, address: LaneAddress, deadline_s: float = 10.0) -> Any:
     _say_host(transport, "sender")
+    if address.transport == memory.TRANSPORT:
+        return memory.connect(address, deadline_s)
     return lanes.connect(address, deadline_s, device_of(transport, 1))
 
 
 def receiver(transport: str) -> Any:
     _say_host(transport, "receiver")
+    if transport == memory.TRANSPORT:
+        return memory.MemoryReceiver(HOST)
     return lanes.Receiver(HOST, transport, device_of(transport, 0))  # type: ignore[arg-type]
 
 
@@ -108,12 +120,24 @@ class Sender:
         self.pipe.close()
 
 
+def send(lane: Any, header: PieceHeader, payload: torch.Tensor, deadline_s: float) -> None:
+    """One piece, acknowledged."""
+    lane.post(header, payload, deadline_s)
+    lane.acknowledged(deadline_s)
+
+
+def take(lane: Any, header: PieceHeader, into: torch.Tensor, deadline_s: float) -> None:
+    """The bytes of a header that was read."""
+    lane.begin_payload(header, into, deadline_s)
+    lane.finish_payload(header, deadline_s)
+
+
 def receive(lane: Any, deadline_s: float = 10.0) -> tuple[PieceHeader, torch.Tensor]:
     """The next piece, acknowledged."""
     got = lane.receive_header(deadline_s)
     assert got is not None
     into = room(lane, got.num_bytes)
-    lane.receive_payload(got, into, deadline_s)
+    take(lane, got, into, deadline_s)
     lane.acknowledge(got)
     return got, into.cpu()
 
@@ -140,7 +164,7 @@ def _sender(transport: str, address: LaneAddress, script: Callable[..., Any], pi
 def send_sizes(lane: Any, pipe: Any, sizes: list[int]) -> dict[str, int]:
     for seq, size in enumerate(sizes):
         payload = content(seq, size, lane)
-        lane.send(header(seq, payload), payload, 10.0)
+        send(lane, header(seq, payload), payload, 10.0)
     counters = lane.counters
     return {"pieces": counters.pieces, "payload": counters.payload_bytes, "header": counters.header_bytes}
 
@@ -148,6 +172,41 @@ def send_sizes(lane: Any, pipe: Any, sizes: list[int]) -> dict[str, int]:
 def say_and_sleep(lane: Any, pipe: Any) -> None:
     pipe.send("ready")
     time.sleep(60)
+
+
+def post(lane: Any, seq: int, num_bytes: int = SLOT, **changes: Any) -> torch.Tensor:
+    """The payload, which must stay until it is acknowledged."""
+    payload = content(seq, num_bytes, lane)
+    lane.post(header(seq, payload, **changes), payload, 10.0)
+    return payload
+
+
+def outcome(lane: Any, deadline_s: float = 10.0) -> str:
+    try:
+        lane.acknowledged(deadline_s)
+    except (LaneError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"
+
+
+def post_many(lane: Any, pipe: Any, count: int) -> list[str]:
+    """Keeps the window full."""
+    kept, said = [], []
+    for seq in range(count):
+        if seq >= lane.window:
+            said.append(outcome(lane))
+        kept.append(post(lane, seq, SLOT + seq))
+    return said + [outcome(lane) for _ in range(count - len(said))]
+
+
+def begin(lane: Any, count: int) -> list[tuple[Any, torch.Tensor]]:
+    """Reads so many headers and asks for their bytes."""
+    begun = []
+    for _ in range(count):
+        got = lane.receive_header(10.0)
+        begun.append((got, room(lane, got.num_bytes)))
+        lane.begin_payload(*begun[-1], 10.0)
+    return begun
 
 
 class Link:

@@ -17,7 +17,7 @@ import pytest
 
 from megastream.protocol.lane import LaneError
 from megastream.transport.gloo import GlooReceiver, connect
-from megastream.transport.gloo_lane import CLOSE_GRACE_S
+from megastream.transport.lane_end import CLOSE_GRACE_S
 
 SPREAD_S = 0.0004
 """The two ends close within this time of each other."""

@@ -24,7 +24,9 @@ from tests.contract.lanes import (
     receive,
     room,
     say_and_sleep,
+    send,
     send_sizes,
+    take,
 )
 
 
@@ -46,7 +48,7 @@ def send_from_one_buffer(lane: Any, pipe: Any, count: int) -> None:
     buffer = room(lane, SLOT)
     for seq in range(count):
         ready(buffer.copy_(content(seq, SLOT)))
-        lane.send(header(seq, buffer), buffer, 10.0)
+        send(lane, header(seq, buffer), buffer, 10.0)
         buffer.fill_(0)  # at once: the bytes must be on the other side by now
 
 
@@ -62,7 +64,7 @@ def test_only_the_piece_is_written(link: Link) -> None:
     lane, _ = link.open(send_sizes, [1000])
     got = lane.receive_header(5.0)
     slot = room(lane, 4096)
-    lane.receive_payload(got, slot, 5.0)
+    take(lane, got, slot, 5.0)
     lane.acknowledge(got)
     slot = slot.cpu()
     assert torch.equal(slot[:1000], content(0, 1000))
@@ -86,11 +88,11 @@ def send_odd_tensors(lane: Any, pipe: Any) -> list[str]:
     for name, tensor in odd.items():
         fields = {"num_bytes": 11} if name == "too short" else {}
         try:
-            lane.send(header(0, tensor, checksum=0, **fields), tensor, 5.0)
+            send(lane, header(0, tensor, checksum=0, **fields), tensor, 5.0)
         except ValueError as error:
             refused.append(f"{name}: {error}")
     offset = base[100:200]  # a storage offset is fine
-    lane.send(header(1, offset), offset, 5.0)
+    send(lane, header(1, offset), offset, 5.0)
     return refused
 
 
@@ -110,7 +112,7 @@ def send_timed(lane: Any, pipe: Any, count: int) -> list[float]:
     times = []
     for seq in range(count):
         started = time.monotonic()
-        lane.send(header(seq, payload), payload, 20.0)
+        send(lane, header(seq, payload), payload, 20.0)
         times.append(time.monotonic() - started)
     return times
 
@@ -129,7 +131,7 @@ def send_corrupt(lane: Any, pipe: Any) -> str:
     payload[SLOT // 2] ^= 1
     ready(payload)
     try:
-        lane.send(wrong, payload, 10.0)
+        send(lane, wrong, payload, 10.0)
     except LaneError as error:
         return f"{type(error).__name__}: {error}"
     return "sent"
@@ -139,7 +141,7 @@ def test_one_flipped_bit_is_detected_and_told_to_both_ends(link: Link) -> None:
     lane, sender = link.open(send_corrupt)
     got = lane.receive_header(5.0)
     with pytest.raises(LaneError, match=r"s0\.l3\.e0:8.*checksum") as caught:
-        lane.receive_payload(got, room(lane, SLOT), 5.0)
+        take(lane, got, room(lane, SLOT), 5.0)
     lane.acknowledge(got, str(caught.value))
     said = sender.result()
     assert said.startswith("LaneError") and "was refused" in said and "checksum" in said
@@ -150,7 +152,7 @@ def send_twice(lane: Any, pipe: Any) -> list[str]:
     said = []
     for seq in range(2):
         try:
-            lane.send(header(seq, payload), payload, 10.0)
+            send(lane, header(seq, payload), payload, 10.0)
             said.append("sent")
         except LaneError as error:
             said.append(str(error))
@@ -162,13 +164,14 @@ def test_a_refusal_reaches_the_sender(link: Link, read_first: bool) -> None:
     lane, sender = link.open(send_twice)
     got = lane.receive_header(5.0)
     if read_first:
-        lane.receive_payload(got, room(lane, SLOT), 5.0)
+        take(lane, got, room(lane, SLOT), 5.0)
     lane.acknowledge(got, "attachment a1 has ended")
-    if read_first:
+    goes_on = read_first or link.transport != "gloo"  # gloo cannot skip a payload
+    if goes_on:
         assert receive(lane)[0].seq == 1
     said = sender.result()
     assert "attachment a1 has ended" in said[0]
-    assert (said[1] == "sent") if read_first else ("attachment a1 has ended" in said[1])
+    assert (said[1] == "sent") if goes_on else ("attachment a1 has ended" in said[1])
 
 
 def test_an_address_that_leads_nowhere_is_refused_at_once(link: Link) -> None:
@@ -243,7 +246,7 @@ def test_auto_between_processes_of_one_host_reads_the_trainer_s_memory() -> None
     link = Link("auto")
     try:
         lane, sender = link.open(send_sizes, [SLOT])
-        assert type(lane).__name__ == "IpcReceiveLane" and link.receiver.address(3).transport == "auto"
+        assert type(lane._intake).__name__ == "IpcIntake" and link.receiver.address(3).transport == "auto"
         assert torch.equal(receive(lane)[1], content(0, SLOT))
         assert sender.result()["pieces"] == 1
     finally:

@@ -193,7 +193,8 @@ def _receive(
             header = lane.receive_header(DEADLINE_S)
             assert header is not None
             payload = torch.empty(header.num_bytes, dtype=torch.uint8)
-            lane.receive_payload(header, payload, DEADLINE_S)
+            lane.begin_payload(header, payload, DEADLINE_S)
+            lane.finish_payload(header, DEADLINE_S)
             piece = pieces[header.seq]
             _scatter(piece, payload.view(getattr(torch, piece.dtype)), live)
             lane.acknowledge(header)

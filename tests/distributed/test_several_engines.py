@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from megastream.protocol import bind
 from megastream.protocol.records import Attach, Attached, Committed, Detached, Emitted, Failed, WeightsReady
@@ -151,14 +150,14 @@ def test_a_lease_that_is_held_too_long_is_revoked_and_a_later_version_arrives_wh
 
 
 def slow_lanes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    honest = GlooReceiveLane.receive_payload
+    honest = GlooReceiveLane.finish_payload
 
-    def slowly(self: GlooReceiveLane, header: Any, into: torch.Tensor, deadline_s: float) -> None:
+    def slowly(self: GlooReceiveLane, header: Any, deadline_s: float) -> None:
         if header.attachment == "i1-2":
             time.sleep(seconds)
-        honest(self, header, into, deadline_s)
+        honest(self, header, deadline_s)
 
-    monkeypatch.setattr(GlooReceiveLane, "receive_payload", slowly)
+    monkeypatch.setattr(GlooReceiveLane, "finish_payload", slowly)
 
 
 class Joining:

@@ -116,12 +116,12 @@ def test_one_flipped_bit_in_a_live_weight_is_found_at_attach() -> None:
 
 
 def test_a_transport_that_says_yes_and_writes_nothing_is_found_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = GlooReceiveLane.receive_payload
+    honest = GlooReceiveLane.begin_payload
 
     def lying(self: GlooReceiveLane, header: Any, into: torch.Tensor, deadline_s: float) -> None:
         honest(self, header, torch.empty_like(into), deadline_s)
 
-    monkeypatch.setattr(GlooReceiveLane, "receive_payload", lying)
+    monkeypatch.setattr(GlooReceiveLane, "begin_payload", lying)
     with engine("tp1 pp2") as e:
         assert "tensors differ on engine rank" in str(train(e.store, steps(1), settings=trainer_settings("a"))[0])
         assert e.core.commits == []
@@ -131,9 +131,8 @@ def test_staging_that_leaves_elements_out_is_not_committed(monkeypatch: pytest.M
     """What is sealed is counted as it is written, so a piece that is written in part contradicts the manifest."""
     honest = stream.scatter
 
-    def partial(piece: Any, payload: torch.Tensor, buffer_of: Any) -> int:
-        short = replace(piece, copies=piece.copies[:-1])
-        return honest(short if piece.seq == 3 else piece, payload, buffer_of)
+    def partial(piece: Any, payload: torch.Tensor, regions: list[torch.Tensor]) -> int:
+        return honest(piece, payload, regions[:-1] if piece.seq == 3 else regions)
 
     monkeypatch.setattr(stream, "scatter", partial)
     with engine("tp1 pp2") as e:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -19,23 +22,37 @@ RANK = 3
 
 
 class FakeLane:
-    """Keeps what it is given. `gate` blocks sends until it is set; `fail_at` refuses the piece with that seq.
+    """Keeps what it is given. `fail_at` refuses the piece with that seq.
+
+    `gate` holds acknowledgements back until it is set; `one_more` lets one through.
 
     `short`: bytes of each piece that never left, by the lane's own count.
     """
 
     device = "cpu"
-    checksum = staticmethod(checksum)
 
-    def __init__(self, *, open_gate: bool = True, fail_at: int | None = None, short: int = 0) -> None:
+    def __init__(self, *, open_gate: bool = True, fail_at: int | None = None, short: int = 0, window: int = 1) -> None:
         self.counters, self.sent, self.closed, self.fail_at = LaneCounters(), [], 0, fail_at
+        self.window = window
         self.gate, self.short, self.asked = threading.Event(), short, 0
+        self.one_more = threading.Semaphore(0)
+        self.posted: deque[tuple[PieceHeader, torch.Tensor]] = deque()
         if open_gate:
             self.gate.set()
 
-    def send(self, header: PieceHeader, payload: torch.Tensor, deadline_s: float) -> None:
+    def checksum(self, payload: torch.Tensor, stream: Any = None) -> Callable[[], int]:
+        return partial(checksum, payload)
+
+    def post(self, header: PieceHeader, payload: torch.Tensor, deadline_s: float) -> None:
         self.asked += 1
-        assert self.gate.wait(10)
+        self.posted.append((header, payload))
+        assert len(self.posted) <= self.window
+
+    def acknowledged(self, deadline_s: float) -> None:
+        until = monotonic() + 10
+        while not (self.gate.wait(0.01) or self.one_more.acquire(blocking=False)):
+            assert monotonic() < until
+        header, payload = self.posted.popleft()
         if header.seq == self.fail_at:
             raise LaneError(f"engine rank {header.target} refused piece {header.seq}: no room")
         assert payload.dtype == torch.uint8 and payload.dim() == 1 and payload.is_contiguous()

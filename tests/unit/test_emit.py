@@ -15,6 +15,7 @@ from megastream.protocol.header import HEADER_BYTES, PieceHeader
 from megastream.trainer.emit import Emitter
 from megastream.trainer.outgoing import EmitError
 from tests.helpers.emit import RANK, FakeLane, buffers, emitter, header_for, many, plan
+from tests.helpers.spine import eventually
 
 
 def test_pieces_go_out_in_plan_order_with_their_bytes() -> None:
@@ -121,7 +122,7 @@ def test_a_header_that_cannot_be_made_reaches_the_trainer(error: Exception, word
     emit.begin(1, 1)
     emit.final("one")
     with pytest.raises(EmitError, match=words):
-        emit.is_packed_within(5.0)
+        emit.drain()
     emit.close()
 
 
@@ -181,3 +182,38 @@ def test_a_rank_with_nothing_to_send_reports_zero() -> None:
         emit.final("one")
         assert emit.is_packed_within(0.0)
         assert emit.drain().wire_bytes == 0
+
+
+def emit_into_a_full_window(emit: Emitter, lane: FakeLane) -> None:
+    """Of five packed pieces the first is acknowledged; with it the lane takes as many as its window."""
+    emit.begin(1, 1)
+    emit.final("one")
+    assert emit.is_packed_within(5.0)
+    lane.one_more.release()
+    eventually(lambda: lane.asked == 4)
+    assert [header.seq for header, _ in lane.posted] == [1, 2, 3]
+
+
+def test_as_many_pieces_are_under_way_as_the_lane_takes() -> None:
+    lane = FakeLane(open_gate=False, window=3)
+    with emitter({0: lane}, plan=plan(many(5)), slots=5) as emit:
+        emit_into_a_full_window(emit, lane)
+        lane.gate.set()
+        report = emit.drain()
+    assert [header.seq for header, _ in lane.sent] == list(range(5))
+    assert torch.equal(torch.cat([payload.view(torch.float32) for _, payload in lane.sent]), torch.arange(20.0))
+    assert (report.pieces, report.elements) == (5, 20)
+
+
+def test_of_a_withdrawn_version_arrives_what_is_under_way() -> None:
+    lane = FakeLane(open_gate=False, window=3)
+    with emitter({0: lane}, plan=plan(many(5)), slots=5) as emit:
+        emit_into_a_full_window(emit, lane)
+        emit.revoke()
+        lane.gate.set()
+        report = emit.withdraw()
+        assert (report.withdrawn, report.pieces) == (True, 4)
+        assert [header.seq for header, _ in lane.sent] == [0, 1, 2, 3]
+        emit.begin(1, 2)
+        emit.final("one")
+        assert emit.drain().pieces == 5, "all slots are there again"

@@ -82,7 +82,7 @@ def test_slots_for_everything_end_every_lease_though_nothing_arrives() -> None:
         emit.begin(1, 0)
         emit.final("one")
         assert emit.is_packed_within(2.0) and lane.sent == []
-        assert len(emit._free[0]) == 0, "as many slots as pieces, and no more"
+        assert len(emit._slots._free[0]) == 0, "as many slots as pieces, and no more"
 
 
 def test_a_withdrawn_piece_that_stays_on_its_lane_ends_at_the_deadline() -> None:

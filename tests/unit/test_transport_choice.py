@@ -10,7 +10,7 @@ import torch
 
 from megastream.protocol.lane import LaneError
 from megastream.transport import lanes
-from megastream.transport.checksum import WeightedSum
+from megastream.transport.checksum import weighted_sum
 from megastream.transport.choice import Side, choose
 
 TRAINER = Side(host="a", pid=1, gpu="g0", nccl=22809)
@@ -103,7 +103,6 @@ def test_an_address_of_an_unknown_transport_is_refused() -> None:
 def test_the_weighted_sum_sees_every_change(num_bytes: int) -> None:
     """What GPU lanes hash with: one flipped bit anywhere, two words that changed places, a byte more or less."""
     payload = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    weighted_sum = WeightedSum(CPU)
     seen = {weighted_sum(payload), weighted_sum(payload[:-1]) if num_bytes > 1 else -1}
     places = sorted({0, num_bytes // 3, num_bytes // 2, num_bytes - 1})
     for at in places:
