@@ -71,7 +71,8 @@ def _loss_body(
     chunks, _, adapter = adapter_of(config, "stock")
     adapter.load_hf(folder)
     loss = forward_backward(chunks, config, 0)
-    values = MTPLossLoggingHelper.tracker.get("values")
+    tracker = MTPLossLoggingHelper.tracker
+    values = tracker.get("values", tracker.get("loss_values"))  # 0.16, 0.19
     return loss, None if values is None else float(values[0]) / 2  # microbatches
 
 
