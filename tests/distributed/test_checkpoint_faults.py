@@ -98,7 +98,7 @@ def _hanging_body(rank: int, world_size: int, init_method: str, config: TrainerC
 def test_a_writer_that_hangs_or_dies_is_everybodys_error(tmp_path: Path) -> None:
     one, other = run_ranks(_hanging_body, 2, config=tiny_config(layers=2), folder=tmp_path)
     assert one == other
-    assert one[0] == "the checkpoint of step 1 is not written by trainer rank 1 after 6 s; raise the deadline"
+    assert one[0] == "the checkpoint of step 1 is not written by trainer rank 1 after 6 s; raise deadlines.save_s"
     assert one[1].startswith("trainer rank 1: the checkpoint of step 1 cannot be written to ")
     assert "broke off" in one[1]
     assert not list(tmp_path.rglob("step_*"))

@@ -1,16 +1,20 @@
-"""`megastream train` with files that cannot be used, and a start that began elsewhere."""
+"""`megastream train` with files that cannot be used, a rank that hangs, and a start that began elsewhere."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save_file
 
+from megastream.trainer import compat_checkpoint
 from tests.distributed.test_train import ONE, prepared, refused
-from tests.helpers.train_job import job, lines, run, whole_checkpoints, write_files
+from tests.helpers.ranks import run_ranks
+from tests.helpers.train_job import body, job, lines, run, whole_checkpoints, write_files
 
 
 @pytest.mark.full
@@ -43,3 +47,19 @@ def test_weights_and_data_that_cannot_be_used_are_refused_by_every_rank_in_the_s
     tokens[-1] = 102
     np.save(tmp_path / "tokens.npy", tokens)
     assert "trainer rank 1: data.file" in refused(tmp_path, 2, **two)
+
+
+def _hanging_save(rank: int, world_size: int, init_method: str, raw: dict[str, Any]) -> str:
+    if rank == 1:
+        compat_checkpoint.PlannedSave.write = lambda planned: time.sleep(60)  # type: ignore[method-assign]
+    return body(rank, world_size, init_method, raw)
+
+
+@pytest.mark.full
+def test_the_deadline_that_names_a_rank_comes_before_the_one_of_collectives(tmp_path: Path) -> None:
+    """The other rank stands in a collective all the while."""
+    write_files(tmp_path)
+    two = {**ONE, "rendezvous__ranks_per_node": 2, "layout__ep": 2}
+    raw = job(tmp_path, **two, deadlines__step_s=5, deadlines__save_s=8)
+    said = "the checkpoint of step 2 is not written by trainer rank 1 after 8 s; raise deadlines.save_s"
+    assert run_ranks(_hanging_save, 2, raw=raw, timeout_s=60) == [said] * 2
