@@ -169,7 +169,7 @@ def test_an_append_whose_reply_was_lost_is_not_doubled(connect: Callable[..., Re
         return reply
 
     log._append = lose_the_first_reply
-    assert log.append(ready(1)) == lost[0].decode()
+    assert log.append(ready(1)) == lost[0][0].decode()
     log.append(ready(2))
     assert versions(log.read("0", 1.0)) == [1, 2]
 
