@@ -176,13 +176,18 @@ class Engine:
         async def stop() -> None:
             self.llm.shutdown()
 
-        segments = {name for pid in below(os.getpid()) for name in owned.mapped(pid) if name.startswith("vllm_dist")}
+        segments = segments_of(os.getpid())
         self.run(stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
         del self.llm
         for name in segments:
             (owned.SHM / name).unlink(missing_ok=True)
+
+
+def segments_of(pid: int) -> set[str]:
+    """Names of vLLM's segments in /dev/shm that a process uses, or one below it."""
+    return {name for one in below(pid) for name in owned.mapped(one) if name.startswith("vllm_dist")}
 
 
 def below(pid: int) -> list[int]:
@@ -248,12 +253,15 @@ class Server:
         raise RuntimeError(f"the server did not come up:\n{self.log()}")
 
     def __exit__(self, *exception: object) -> None:
+        left = segments_of(self._process.pid) if self._process.poll() is None else set()
         self._process.terminate()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(10)
+        for name in left:
+            (owned.SHM / name).unlink(missing_ok=True)
 
     def kill(self) -> None:
         """SIGKILL for the server, its engine core and its workers, all at once."""
