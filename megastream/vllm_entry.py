@@ -33,6 +33,7 @@ from megastream.engine.vllm.live import VllmLiveModel
 from megastream.engine.vllm.metrics import Figures, FiguresCollector
 from megastream.engine.vllm.port import PortSettings, VllmCorePort
 from megastream.engine.vllm.worker import Agent
+from megastream.protocol.mix import Gate, check_gate
 from megastream.protocol.records import Record
 from megastream.transport.choice import Wanted
 from megastream.transport.lanes import Receiver
@@ -62,6 +63,10 @@ class PluginSettings:
     """Keep per-step records of versions and batches, fetched by the core utility `megastream_records`."""
     kv: KvPolicy = "salt"
     """What a commit does with keys and values of older versions."""
+    gate: Gate = "version"
+    """Which sealed units of a version become live when. A host can choose another one later: EngineSync.set_gate."""
+    expert_use: bool = False
+    """Count how often experts are chosen, which gate `idle_experts` needs; it turns this on by itself."""
     token_file: str = ""
     """Holds the token that vLLM's development endpoints want (VLLM_SERVER_DEV_MODE); without one they are closed."""
     settings: EngineSettings = EngineSettings()
@@ -85,6 +90,8 @@ def read_settings(vllm_config: Any, *, device: str = "cpu") -> PluginSettings:
     _refuse_unknown(limits, EngineSettings, "megastream.settings")
     if "kv" in given:
         check_policy(given["kv"])
+    if "gate" in given:
+        check_gate(given["gate"])
     try:
         settings = msgspec.convert(given, PluginSettings)
     except msgspec.ValidationError as error:
@@ -173,6 +180,8 @@ class WiredEngine(MegastreamEngine):
         settings = read_settings(self.vllm_config, device=str(self.device))
         if not settings.attachable:
             return None
+        if settings.expert_use or settings.gate == "idle_experts":
+            live.count_experts(self.device)
         log = RedisLog(settings.control_url, settings.run_id, reconnect_s=settings.reconnect_s)
         receiver = Receiver(settings.host, settings.transport, self.device, say=logger.info)
         figures = Figures()
@@ -190,6 +199,7 @@ class WiredEngine(MegastreamEngine):
             receiver=receiver,
             settings=settings.settings,
             library=f"vllm {compat.version_text()}",
+            gate=settings.gate,
             watch=watch,
         )
         agent.start()
@@ -263,6 +273,7 @@ def wire_core(vllm_config: Any, port: VllmCorePort) -> Callable[[], None]:
         world_size=world_size,
         core=port,
         settings=settings.settings,
+        gate=settings.gate,
     )
     coordinator.start()
 

@@ -1,12 +1,13 @@
 """The agent of one engine rank: it lives in the engine's worker process and follows the control log in a thread.
 
 Receiving, checking and preparing happen in its own threads. Three things are done on the worker's thread, in calls
-that the core orders between two steps: `commit`, `call` (the comparison at attach) and `load_whole`.
+that the core orders between two steps: `commit`, `call` (see calls.py) and `load_whole`.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from megastream.engine.attachment import Attachment, make_attachment
+from megastream.engine.calls import RankCalls
 from megastream.engine.contract import ENGINE_ERRORS, CommitRequest, LiveModel, LiveModelError, WholeLoad
 from megastream.engine.inlet import LaneReceiver
 from megastream.engine.settings import EngineSettings
@@ -24,12 +26,12 @@ from megastream.protocol.bind import engine_blob, plan_of, put_layout
 from megastream.protocol.control import ControlError, ControlLog
 from megastream.protocol.follow import Follower, Outbox
 from megastream.protocol.lane import LaneError
+from megastream.protocol.mix import Gate
 from megastream.protocol.records import (
     Accepted,
     Attach,
     Attached,
     Bound,
-    Compared,
     Detached,
     EngineReady,
     Failed,
@@ -39,8 +41,6 @@ from megastream.protocol.records import (
     RankCommit,
     Record,
 )
-from megastream.protocol.staging import Key
-from megastream.protocol.step_records import Withdrawn
 from megastream.protocol.terms import ProtocolError, check_terms
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,13 @@ class RankAgent:
         receiver: LaneReceiver,
         settings: EngineSettings,
         library: str = "",
+        gate: Gate = "version",
         watch: Callable[[Attachment | None], None] = lambda current: None,
     ) -> None:
-        """`watch` is shown the attachment at least every `settings.poll_s`, in the follower's thread."""
+        """`gate` is the one that holds at first; how it changes is the coordinator's, see RankCalls.
+
+        `watch` is shown the attachment at least every `settings.poll_s`, in the follower's thread.
+        """
         self._log, self._live, self._receiver, self._settings = log, live, receiver, settings
         self.engine, self.rank, self.world_size, self._library = engine, rank, world_size, library
         self._layouts: dict[PlanKind, RankLayout] = {}
@@ -71,6 +75,8 @@ class RankAgent:
         self._next: Attach | None = None
         self._live_version = 0
         self._commits = 0
+        self._gate = gate
+        self._gate_lock = threading.Lock()
         self._outbox = Outbox(log, f"engine-rank-{rank}", retry_s=settings.retry_s)
         self._follower = Follower(
             log,
@@ -82,10 +88,11 @@ class RankAgent:
             poll_s=settings.poll_s,
             retry_s=settings.retry_s,
         )
+        self._calls = RankCalls(rank, live, settings, self._outbox.post, lambda: self._current, self._choose)
 
     @property
     def live_version(self) -> int:
-        """The version that this rank's weights hold; 0 before the first update."""
+        """The newest version that all of this rank's weights held; 0 before the first update."""
         return self._live_version
 
     @property
@@ -137,26 +144,17 @@ class RankAgent:
             error = f"attachment {request.attachment} is of kind whole; its versions come through a paused update"
         else:
             error = current.sink.commit(request)
-        if not error:
+        if error:
+            logger.error("engine rank %d could not commit version %s: %s", self.rank, request.label, error)
+        elif request.mix is None:
             self._live_version = request.version
-        else:
-            logger.error("engine rank %d could not commit version %d: %s", self.rank, request.version, error)
         self._commits += 1
         stall_s = time.monotonic() - begin
         return RankCommit(rank=self.rank, ok=not error, stall_s=stall_s, step=self._commits, error=error)
 
     def call(self, op: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """The worker's side of CorePort.call_ranks. Plain data in and out; never raises.
-
-        `compare` {attachment, incarnation, version, attempt} -> {done, error}: one slice of the comparison.
-        """
-        if op != "compare":
-            return {"done": True, "error": f"engine rank {self.rank} knows no call {op!r}"}
-        try:
-            return {"done": self._compare(**payload), "error": ""}
-        except ENGINE_ERRORS as error:
-            reason = f"{type(error).__name__}: {error}"
-            return {"done": True, "error": f"engine rank {self.rank} could not compare: {reason}"}
+        """The worker's side of CorePort.call_ranks, see RankCalls. Plain data in and out; never raises."""
+        return self._calls.answer(op, payload)
 
     def receive_whole(self, version: int, deadline_s: float) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors of `version` under their HF names, as they arrive. Only while the engine is paused."""
@@ -196,24 +194,6 @@ class RankAgent:
             )
         return current, current.sink
 
-    def _compare(self, attachment: str, incarnation: int, version: int, attempt: int) -> bool:
-        current = self._current
-        if current is None or current.terms.attachment != attachment or not isinstance(current.sink, StreamSink):
-            raise ProtocolError(f"attachment {attachment} is not bound here with kind stream")
-        comparison = current.sink.compare(Key(incarnation, version, attempt))
-        done = comparison.step(self._settings.compare_slice_s)
-        if done:
-            self._outbox.post(
-                Compared(
-                    attachment=attachment,
-                    rank=self.rank,
-                    tensors=comparison.tensors,
-                    differing=comparison.differing,
-                    first=comparison.first,
-                )
-            )
-        return done
-
     # ---- follower's thread
 
     def _take(self, record: Record) -> None:
@@ -233,8 +213,6 @@ class RankAgent:
                 self._open(current, record)
             case Accepted():
                 current.sink.accepted(record.version, record.attempt)
-            case Withdrawn() if isinstance(current.sink, StreamSink):
-                current.sink.withdrawn(record.version, record.attempt)
             case Attached() if isinstance(current.sink, StreamSink):
                 current.sink.passed(record.version)
             case Failed():
@@ -258,7 +236,7 @@ class RankAgent:
             if record.kind in self._refusals:
                 raise ProtocolError(self._refusals[record.kind])
             plan = plan_of(self._log, record, self.world_size, ("engine", self.rank))
-            self._current = make_attachment(
+            bound = make_attachment(
                 record,
                 plan,
                 self._layouts[record.kind],
@@ -267,14 +245,30 @@ class RankAgent:
                 receiver=self._receiver,
                 settings=self._settings,
                 post=self._outbox.post,
+                gate=self._gate,
             )
-            addresses = self._current.inlet.addresses()
+            self._adopt(bound)
+            addresses = bound.inlet.addresses()
         except (ValueError, LaneError, ControlError) as error:
             self._fail(record.attachment, f"engine rank {self.rank} cannot bind: {error}")
             return
+        name, units = record.attachment, tuple(unit for unit in plan.units if (unit, self.rank) in plan.elements)
         self._outbox.post(
-            Bound(attachment=record.attachment, side="engine", rank=self.rank, digest=plan.digest, addresses=addresses)
+            Bound(attachment=name, side="engine", rank=self.rank, digest=plan.digest, addresses=addresses, units=units)
         )
+
+    def _adopt(self, bound: Attachment) -> None:
+        """From here on this is the attachment. The gate may have changed on the worker's thread while it was made."""
+        with self._gate_lock:
+            self._current = bound
+            bound.choose(self._gate)
+
+    def _choose(self, gate: Gate) -> None:
+        """Versions that arrive from here on are cut for `gate`. ProtocolError when the plan cannot be."""
+        with self._gate_lock:
+            if self._current is not None:
+                self._current.choose(gate)
+            self._gate = gate
 
     def _open(self, current: Attachment, record: LanesOpen) -> None:
         if record.digest != current.plan.digest:

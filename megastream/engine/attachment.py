@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megastream.engine.contract import LiveModel
 from megastream.engine.inlet import Inlet, LaneReceiver
@@ -12,6 +13,8 @@ from megastream.engine.stream import StreamSink
 from megastream.engine.whole import WholeSink
 from megastream.layout.shard import RankLayout
 from megastream.plan.types import Plan
+from megastream.protocol.mix import Gate
+from megastream.protocol.part_records import UnitsSealed
 from megastream.protocol.records import Attach, Failed, Record, Sealed
 from megastream.protocol.staging import Key
 from megastream.protocol.terms import Terms
@@ -19,7 +22,7 @@ from megastream.protocol.terms import Terms
 
 @dataclass
 class Attachment:
-    """`end` may be called again and again; nothing else changes it."""
+    """`end` may be called again and again."""
 
     terms: Terms
     plan: Plan
@@ -37,12 +40,43 @@ class Attachment:
         """Staging in use now; versions of kind whole are not staged."""
         return self.sink.num_bytes if isinstance(self.sink, StreamSink) else 0
 
+    def choose(self, gate: Gate) -> None:
+        """Versions that arrive from here on are cut for `gate`; whole-model updates know none. ProtocolError when the
+        plan cannot be cut for it."""
+        if isinstance(self.sink, StreamSink) and not self.ended:
+            self.sink.choose(gate)
+
     def end(self, reason: str) -> None:
-        """Closes the lanes and drops partial versions; complete ones stay, a commit of one may be under way."""
+        """Closes the lanes and drops what cannot be committed; of what can be, a commit may be under way."""
         if not self.ended:
             self.ended = True
             self.sink.end(reason)
             self.inlet.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """What one engine rank says of an attachment, as records for `post`."""
+
+    terms: Terms
+    rank: int
+    post: Callable[[Record], None]
+
+    def sealed(self, key: Key, elements: int, prepare_s: float) -> None:
+        digest = self.terms.plan_digest
+        self.post(
+            Sealed(**self._version(key), rank=self.rank, plan_digest=digest, elements=elements, prepare_s=prepare_s)
+        )
+
+    def units_sealed(self, key: Key, units: frozenset[str]) -> None:
+        digest, sealed = self.terms.plan_digest, tuple(sorted(units))
+        self.post(UnitsSealed(**self._version(key), rank=self.rank, plan_digest=digest, units=sealed))
+
+    def failed(self, reason: str) -> None:
+        self.post(Failed(attachment=self.terms.attachment, side="engine", rank=self.rank, reason=reason))
+
+    def _version(self, key: Key) -> dict[str, Any]:
+        return {"attachment": self.terms.attachment, **key._asdict()}
 
 
 def make_attachment(
@@ -55,8 +89,12 @@ def make_attachment(
     receiver: LaneReceiver,
     settings: EngineSettings,
     post: Callable[[Record], None],
+    gate: Gate = "version",
 ) -> Attachment:
-    """Staging and lanes for an Attach on the rank of `layout`. `post` gets its Sealed and Failed records."""
+    """Staging and lanes for an Attach on the rank of `layout`. `post` gets its Sealed and Failed records.
+
+    ProtocolError when the plan cannot be cut for the gate.
+    """
     terms = Terms(
         run_id=run_id,
         attachment=record.attachment,
@@ -65,27 +103,10 @@ def make_attachment(
         plan_digest=plan.digest,
         base_version=record.base_version,
     )
-
-    def sealed(key: Key, elements: int, prepare_s: float) -> None:
-        post(
-            Sealed(
-                attachment=terms.attachment,
-                incarnation=key.incarnation,
-                version=key.version,
-                attempt=key.attempt,
-                rank=layout.rank,
-                plan_digest=terms.plan_digest,
-                elements=elements,
-                prepare_s=prepare_s,
-            )
-        )
-
-    def failed(reason: str) -> None:
-        post(Failed(attachment=terms.attachment, side="engine", rank=layout.rank, reason=reason))
-
+    reports = Reports(terms, layout.rank, post)
     sink: StreamSink | WholeSink
     if record.kind == "stream":
-        sink = StreamSink(terms, plan, layout, live, settings, sealed)
+        sink = StreamSink(terms, plan, layout, live, settings, reports.sealed, reports.units_sealed, gate)
     else:
         sink = WholeSink(terms, plan, layout, settings)
-    return Attachment(terms, plan, sink, Inlet(receiver, plan, layout.rank, sink, settings, failed))
+    return Attachment(terms, plan, sink, Inlet(receiver, plan, layout.rank, sink, settings, reports.failed))

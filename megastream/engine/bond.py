@@ -9,7 +9,19 @@ from enum import Enum
 
 from megastream.engine.settings import EngineSettings
 from megastream.protocol.commit import CommitTable
-from megastream.protocol.records import Attach, Committed, Compared, RankCommit, TrainingFinished
+from megastream.protocol.part_records import UnitsSealed
+from megastream.protocol.records import (
+    Accepted,
+    Attach,
+    Bound,
+    Committed,
+    Compared,
+    RankCommit,
+    Record,
+    Sealed,
+    TrainingFinished,
+    WeightsReady,
+)
 from megastream.protocol.staging import Key
 from megastream.protocol.terms import ProtocolError, Terms, check_terms
 
@@ -36,7 +48,11 @@ class Bond:
     base: int = -1
     """The version to compare: a late joiner's is the first that is whole here, its attachment's or a newer one."""
     compared: dict[int, Compared] = field(default_factory=dict)
+    holders: dict[str, set[int]] = field(default_factory=dict)
+    """Engine ranks that hold a part of each of the plan's units, in plan order."""
     commit_by_s: float = NEVER
+    manifest_by_s: float = NEVER
+    """Until when the version that is live in part has to be complete."""
     finish: TrainingFinished | None = None
     finish_by_s: float = NEVER
     failed: str = ""
@@ -44,6 +60,23 @@ class Bond:
     @property
     def name(self) -> str:
         return self.attach.attachment
+
+    def take(self, record: Record) -> None:
+        """What ranks and trainer say about units and versions. ProtocolError for a contradiction."""
+        if isinstance(record, Bound) and record.side == "engine":
+            for unit in record.units:
+                self.holders.setdefault(unit, set()).add(record.rank)
+        if self.table is None:
+            return
+        match record:
+            case Sealed() if self.attach.kind == "stream":
+                self.table.sealed(record)
+            case UnitsSealed() if self.attach.kind == "stream":
+                self.table.units_sealed(record)
+            case Accepted():
+                self.table.accepted(record)
+            case WeightsReady():
+                self.table.manifest(record)
 
     def open(self, run_id: str, digest: str, world_size: int) -> None:
         """All ranks built the same plan; the base version is on its way."""
@@ -55,7 +88,7 @@ class Bond:
             plan_digest=digest,
             base_version=self.attach.base_version,
         )
-        self.table = CommitTable(terms, world_size)
+        self.table = CommitTable(terms, world_size, self.holders)
         self.phase = Phase.BASE
 
     def is_over(self, now: float) -> bool:

@@ -6,11 +6,14 @@ second engine beside vLLM implements them in its own folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megastream.engine.parts import Ranges
 from megastream.layout.shard import RankLayout
+from megastream.protocol.mix import Mix
 from megastream.protocol.records import RankCommit
 
 if TYPE_CHECKING:
@@ -23,6 +26,9 @@ class LiveModelError(ValueError):
 
 ENGINE_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError, OSError)
 """What code of an engine library raises, LiveModelError among it. Whoever calls a LiveModel catches these."""
+
+
+NO_RANGES: Mapping[str, Ranges] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +54,25 @@ class LiveModel(Protocol):
         Packed weights are read back through the live kernel, never from a copy kept aside.
         """
 
-    def prepare(self, staging: Mapping[str, torch.Tensor]) -> Any:
-        """Turns complete staging (flat, one tensor per buffer) into what `commit` needs. Any thread; may be slow."""
+    def prepare(self, staging: Mapping[str, torch.Tensor], ranges: Mapping[str, Ranges] = NO_RANGES) -> Any:
+        """Turns staging (flat, one tensor per buffer) into what `commit` needs. Any thread; may be slow.
 
-    def commit(self, prepared: Any) -> None:
+        Of a buffer in `ranges` only these elements are complete and become live. LiveModelError when they cannot be
+        written without the rest.
+        """
+
+    def commit(self, *prepared: Any) -> None:
         """Makes prepared weights live: copies and swaps only, idempotent. Only inside the engine's ordered call.
 
         Staging is written again after it returns: nothing live may alias what `prepare` was given. LiveModelError or
         RuntimeError when it fails; the agent then repeats it once.
+        """
+
+    def expert_use(self) -> Mapping[int, Sequence[float]]:
+        """How often each global expert was chosen lately, by layer; infinite where that is not known yet.
+
+        Every call halves the counts. Worker thread only; it does not wait for the device, so on a GPU it gives what was
+        counted until the call before. LiveModelError when this engine does not count.
         """
 
     def load_whole(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> WholeLoad:
@@ -70,10 +87,20 @@ class CommitRequest:
     incarnation: int
     version: int
     attempt: int
+    units: tuple[str, ...] | None = None
+    """What to write of it: these units, or all that there are."""
+    mix: Mix | None = None
+    """What live weights hold afterwards, when not every unit is at `version`."""
 
     @property
     def label(self) -> str:
-        return str(self.version)
+        return str(self.version) if self.mix is None else self.mix.label
+
+    @classmethod
+    def read(cls, payload: dict[str, Any]) -> CommitRequest:
+        """Inverse of `asdict`."""
+        mix = payload.get("mix")
+        return cls(**{**payload, "mix": None if mix is None else Mix(**mix)})
 
 
 class CorePort(Protocol):
@@ -82,9 +109,10 @@ class CorePort(Protocol):
     def commit(self, request: CommitRequest, done: Callable[[tuple[RankCommit, ...]], None]) -> None:
         """Enqueues one ordered, non-blocking commit on all ranks and returns at once.
 
-        Every batch scheduled later is stamped with the request's version. No output with that stamp leaves the core
+        Every batch scheduled later is stamped with the request's label. No output with that stamp leaves the core
         before all ranks replied ok; otherwise the core discards it and is poisoned. `done` gets the replies, in a
-        thread of the core, within the time of a step also when the engine is idle.
+        thread of the core, within the time of a step also when the engine is idle. A poisoned core takes no mix, and
+        has a version written in every unit.
         """
 
     def call_ranks(self, op: str, payload: dict[str, Any], done: Callable[[tuple[dict[str, Any], ...]], None]) -> None:
@@ -98,4 +126,4 @@ class CorePort(Protocol):
         """Aborts all requests as retryable and refuses new ones until a later commit succeeds on all ranks."""
 
     def live_version(self) -> int:
-        """The version that the next scheduled batch is stamped with. 0 before the first commit."""
+        """The newest version that was live in every unit before the next scheduled batch. 0 before the first commit."""

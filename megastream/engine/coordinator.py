@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from megastream.engine.bond import NEVER, Bond, Phase, admit, commit_errors, committed
-from megastream.engine.contract import CommitRequest, CorePort
+from megastream.engine.bond import Bond, Phase, admit
+from megastream.engine.commits import Commits
+from megastream.engine.contract import CorePort
+from megastream.engine.gates import Gates
 from megastream.engine.settings import EngineSettings
-from megastream.protocol.commit import CommitTable
 from megastream.protocol.control import ControlLog
 from megastream.protocol.follow import Follower, Outbox
+from megastream.protocol.mix import Gate
+from megastream.protocol.part_records import SetGate
 from megastream.protocol.records import (
-    Accepted,
     Attach,
     Attached,
     Committed,
@@ -26,14 +29,11 @@ from megastream.protocol.records import (
     Detached,
     Failed,
     LanesOpen,
-    Poisoned,
-    RankCommit,
     Record,
-    Sealed,
     TrainingFinished,
-    WeightsReady,
 )
 from megastream.protocol.staging import Key
+from megastream.protocol.step_records import Withdrawn
 from megastream.protocol.terms import ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -43,17 +43,27 @@ class Coordinator:
     """One per engine core. `start` when the core can take calls; `close` before it exits."""
 
     def __init__(
-        self, log: ControlLog, *, engine: str, world_size: int, core: CorePort, settings: EngineSettings
+        self,
+        log: ControlLog,
+        *,
+        engine: str,
+        world_size: int,
+        core: CorePort,
+        settings: EngineSettings,
+        gate: Gate = "version",
     ) -> None:
+        """`gate` is the one with which the ranks' agents started; SetGate changes it."""
         self.engine, self.world_size = engine, world_size
         self._run_id, self._core, self._settings = log.run_id, core, settings
         self._lock = threading.RLock()
         self._bond: Bond | None = None
         self._next: Attach | None = None
-        self._live: tuple[int, int] | None = None
-        """(incarnation, version) of the last update; None until the first one."""
-        self._poisoned = False
         self._outbox = Outbox(log, "coordinator", retry_s=settings.retry_s)
+        post, locked = self._outbox.post, self._under_lock
+        self._gates = Gates(engine, core, settings, gate, post=post, locked=locked, advance=self._advance)
+        self._commits = Commits(
+            engine, world_size, core, settings, self._gates, post=post, locked=locked, done=self._after_commit
+        )
         self._follower = Follower(
             log,
             "coordinator",
@@ -85,6 +95,10 @@ class Coordinator:
                 if record.engine == self.engine:
                     self._attach(record)
                 return
+            if isinstance(record, SetGate):
+                if record.engine == self.engine:
+                    self._gates.choose(record)
+                return
             bond = self._bond
             if bond is None or getattr(record, "attachment", None) != bond.name:
                 return
@@ -96,21 +110,18 @@ class Coordinator:
             self._advance()
 
     def _take_own(self, bond: Bond, record: Record) -> None:
+        bond.take(record)
         match record:
             case LanesOpen() if bond.table is None:
                 bond.open(self._run_id, record.digest, self.world_size)
-            case Sealed() if bond.table is not None and bond.attach.kind == "stream":
-                bond.table.sealed(record)
-            case Accepted() if bond.table is not None:
-                bond.table.accepted(record)
-            case WeightsReady() if bond.table is not None:
-                bond.table.manifest(record)
             case Compared():
                 bond.compared[record.rank] = record
                 if len(bond.compared) == self.world_size:
                     self._judge(bond)
             case Committed() if bond.attach.kind == "whole":
                 self._loaded_whole(bond, record)
+            case Withdrawn() if bond.table is not None and bond.attach.kind == "stream":
+                self._commits.withdrawn(bond, record)
             case TrainingFinished():
                 bond.finish = record
                 bond.finish_by_s = time.monotonic() + self._settings.detach_s
@@ -120,7 +131,7 @@ class Coordinator:
     def _attach(self, record: Attach) -> None:
         now = time.monotonic()
         try:
-            admit(record, self.engine, self._bond, self._live, now)
+            admit(record, self.engine, self._bond, self._commits.live, now)
         except ProtocolError as error:
             self._turn_away(record, str(error))
             return
@@ -162,19 +173,20 @@ class Coordinator:
             if bond.phase is Phase.BASE and key is not None:
                 bond.phase, bond.base = Phase.COMPARING, key.version
                 self._compare(bond, key)
-            elif bond.phase is Phase.LIVE and key is not None:
-                self._commit(bond, table, key)
+            elif bond.phase is Phase.LIVE:
+                self._commits.advance(bond)
         self._end_if_over(bond)
 
     def _end_if_over(self, bond: Bond) -> None:
         if not bond.is_over(time.monotonic()):
             return
         if not bond.failed and bond.finish is not None and not bond.is_at(bond.finish.version):
-            logger.warning("the last version %d did not become live; %s", bond.finish.version, self._serving())
+            logger.warning("the last version %d did not become live; %s", bond.finish.version, self._commits.serving)
         if bond.table is not None:
             bond.table.close()
             if not bond.table.is_drained:
                 return
+        self._commits.end(bond)
         self._outbox.post(Detached(attachment=bond.name, engine=self.engine))
         self._bond = None
         if self._next is not None:
@@ -199,70 +211,45 @@ class Coordinator:
     def _judge(self, bond: Bond) -> None:
         """Every rank has compared the base version with its live weights."""
         assert bond.table is not None
-        base, attach = bond.base, bond.attach
+        commits, base, incarnation = self._commits, bond.base, bond.attach.incarnation
         differing = sum(record.differing for record in bond.compared.values())
-        if not differing and self._core.live_version() == base and not self._poisoned:
+        if not differing and self._core.live_version() == base and commits.is_one_version:
             bond.table.skip_to(base)
-            self._live = (attach.incarnation, base)
+            commits.holds(incarnation, base)
             self._attached(bond, replaced=False)
             return
         # Version 0 is the checkpoint that a fresh engine serves; one above it comes from a trainer that resumed.
-        is_newer = base > 0 if self._live is None else (attach.incarnation, base) > self._live
-        if differing and not is_newer and not self._poisoned:
+        is_newer = base > 0 if commits.live is None else (incarnation, base) > commits.live
+        if differing and not is_newer and commits.is_one_version:
             bond.refuse_difference(self.engine)
         bond.phase = Phase.REPLACING
         key = bond.table.next_commit()
         assert key is not None
         bond.base = key.version
-        self._commit(bond, bond.table, key)
+        commits.commit(bond, key)
 
     def _attached(self, bond: Bond, *, replaced: bool) -> None:
         bond.phase = Phase.LIVE
         logger.info("attachment %s is live at version %d", bond.name, bond.base)
         self._outbox.post(Attached(attachment=bond.name, engine=self.engine, version=bond.base, replaced=replaced))
 
-    def _commit(self, bond: Bond, table: CommitTable, key: Key) -> None:
-        table.start(key)
-        bond.commit_by_s = time.monotonic() + self._settings.commit_s
-        request = CommitRequest(bond.name, key.incarnation, key.version, key.attempt)
-
-        def done(replies: tuple[RankCommit, ...]) -> None:
-            with self._lock:
-                self._committed(bond, table, key, replies)
-
-        self._core.commit(request, done)
-
-    def _committed(self, bond: Bond, table: CommitTable, key: Key, replies: tuple[RankCommit, ...]) -> None:
-        bond.commit_by_s = NEVER
-        errors = commit_errors(replies, self.world_size)
-        overtaken = table.finish(ok=not errors)
-        if overtaken:
-            logger.info("version %d overtook %s", key.version, overtaken)
-        self._live = (key.incarnation, key.version)
-        self._poisoned = bool(errors)
-        if errors:
-            self._poison(bond, key, "; ".join(errors))
-        else:
-            self._outbox.post(committed(bond.name, key, replies))
-            if bond.phase is Phase.REPLACING:
-                self._attached(bond, replaced=any(record.differing for record in bond.compared.values()))
+    def _after_commit(self, bond: Bond, errors: list[str]) -> None:
+        if bond.phase is Phase.REPLACING and errors:
+            self._fail(bond, f"engine {self.engine} could not take the base version: {'; '.join(errors)}")
+        elif bond.phase is Phase.REPLACING:
+            self._attached(bond, replaced=any(record.differing for record in bond.compared.values()))
         self._advance()
 
-    def _poison(self, bond: Bond, key: Key, errors: str) -> None:
-        reason = f"commit of version {key.version} failed twice ({errors}); the next version is taken whole"
-        logger.error("engine %s is poisoned: %s", self.engine, reason)
-        self._core.poison(reason)
-        self._outbox.post(Poisoned(engine=self.engine, version=key.version, reason=reason))
-        if bond.phase is Phase.REPLACING:
-            self._fail(bond, f"engine {self.engine} could not take the base version: {errors}")
+    def _under_lock(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            call()
 
     def _loaded_whole(self, bond: Bond, record: Committed) -> None:
         """The host paused, loaded and resumed; the version is live on every rank."""
         if bond.table is None or record.version <= bond.table.live:
             return
         bond.table.skip_to(record.version)
-        self._live = (record.incarnation, record.version)
-        self._poisoned = False
+        self._commits.holds(record.incarnation, record.version)
         if bond.phase is Phase.BASE:
             self._attached(bond, replaced=True)
 
@@ -275,6 +262,7 @@ class Coordinator:
                 return
             if not bond.failed and (late := bond.late(now, self._settings)):
                 self._fail(bond, late)
+            self._commits.tick(bond)
             self._advance()
 
     def _fail(self, bond: Bond, reason: str) -> None:
@@ -284,7 +272,7 @@ class Coordinator:
 
     def _failed(self, bond: Bond, reason: str) -> None:
         bond.failed = reason
-        logger.warning("attachment %s ended: %s; %s", bond.name, reason, self._serving())
+        logger.warning("attachment %s ended: %s; %s", bond.name, reason, self._commits.serving)
 
     def _post_failed(self, attachment: str, reason: str) -> None:
         self._outbox.post(Failed(attachment=attachment, side="core", rank=-1, reason=reason))
@@ -293,6 +281,3 @@ class Coordinator:
         with self._lock:
             if self._bond is not None:
                 self._fail(self._bond, f"engine {self.engine} had lost the control plane: {reason}")
-
-    def _serving(self) -> str:
-        return "the engine is poisoned" if self._poisoned else f"version {self._core.live_version()} keeps serving"

@@ -33,6 +33,14 @@ class EngineSettings:
     """A trainer that sends nothing for so long is gone: longer than the longest training step."""
     commit_s: float = 120.0
     """From the enqueued commit to all ranks' replies. After it the engine is reported stuck; it is not touched."""
+    manifest_s: float = 60.0
+    """Gates that commit in parts: from the first part of a version to its manifest. After it the engine says that it is
+    mixed, and takes the next complete version whole."""
+    idle_uses: float = 1.0
+    """Gate `idle_experts`: a unit is cold when its experts were chosen less often than this. What was counted up to one
+    version ago counts half, up to two versions ago a quarter, and so on."""
+    early_units: int = 16
+    """Gate `idle_experts`: most units that one call makes live before the rest of their version."""
     detach_s: float = 60.0
     """How long the end of training waits for the last version to become live."""
     compare_slice_s: float = 0.05

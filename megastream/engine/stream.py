@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megastream.engine.compare import Comparison
 from megastream.engine.contract import ENGINE_ERRORS, CommitRequest, LiveModel
+from megastream.engine.parts import Part, cut
 from megastream.engine.scatter import scatter, target_regions
 from megastream.engine.settings import EngineSettings
 from megastream.engine.staging import StagingMemory, copies_by_buffer
 from megastream.layout.shard import RankLayout
 from megastream.plan.types import Plan
 from megastream.protocol.header import PieceHeader
+from megastream.protocol.mix import Gate
 from megastream.protocol.staging import Key, PieceRefused, StagingTable, Verdict
 from megastream.protocol.terms import Terms
 
 
+@dataclass(slots=True)
+class _Staged:
+    """What is known about one version in staging."""
+
+    parts: tuple[Part, ...]
+    becomes_live_in_parts: bool
+    prepared: dict[int, Any] = field(default_factory=dict)
+    prepare_s: float = 0.0
+    written: int = 0
+    """Elements that lie in staging, counted as they were written."""
+
+
 class StreamSink:
-    """Staging of one attachment on one engine rank. `sealed(key, elements, prepare_s)` is called once per version."""
+    """Staging of one attachment on one engine rank. A version that arrives is cut for the gate that holds then."""
 
     def __init__(
         self,
@@ -33,9 +47,20 @@ class StreamSink:
         live: LiveModel,
         settings: EngineSettings,
         sealed: Callable[[Key, int, float], None],
+        units_sealed: Callable[[Key, frozenset[str]], None],
+        gate: Gate = "version",
     ) -> None:
-        self._plan, self._live, self._settings, self._sealed = plan, live, settings, sealed
-        self._copies = copies_by_buffer(plan.by_target.get(layout.rank, ()))
+        """`sealed(key, elements, prepare_s)` is called once per version. Under a gate in parts `units_sealed` is called
+        before it, for each part, also for a single one: other ranks may hold more.
+
+        ProtocolError when the plan cannot be cut for the gate.
+        """
+        self._plan, self._live, self._settings = plan, live, settings
+        self._sealed, self._units_sealed = sealed, units_sealed
+        self._pieces = plan.by_target.get(layout.rank, ())
+        self.units = frozenset(piece.unit for piece in self._pieces)
+        """Units of which this rank holds a part."""
+        self._copies = copies_by_buffer(self._pieces)
         self._table = StagingTable(terms, plan, layout.rank, settings.staging_sets)
         self._memory = StagingMemory(
             layout,
@@ -46,9 +71,8 @@ class StreamSink:
         )
         self._regions: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Where pieces go, by staging set and piece: a set stays where it is."""
-        self._prepared: dict[Key, Any] = {}
-        self._written: Counter[Key] = Counter()
-        """Elements that lie in staging, counted as they were written."""
+        self._gate, self._parts = gate, cut(self._pieces, gate)
+        self._staged: dict[Key, _Staged] = {}
         self._changed = threading.Condition()
         self._comparison: Comparison | None = None
 
@@ -58,6 +82,11 @@ class StreamSink:
         with self._changed:
             used = set(range(self._settings.staging_sets)).difference(self._table.free_slots)
             return sum(map(self._memory.bytes_of, used))
+
+    def choose(self, gate: Gate) -> None:
+        """Another gate, for versions of which nothing has arrived. ProtocolError when the plan cannot be cut for it."""
+        if gate != self._gate:
+            self._gate, self._parts = gate, cut(self._pieces, gate)
 
     def admit(self, header: PieceHeader, source: int) -> bool:
         """Waits while all staging sets hold versions that are not live yet: backpressure, not loss."""
@@ -73,6 +102,7 @@ class StreamSink:
             if admission.verdict is Verdict.TAKE:
                 self._memory.buffers(admission.slot)
                 self._trim()
+                self._staged.setdefault(_key(header), _Staged(self._parts, self._gate != "version"))
             return admission.verdict is Verdict.TAKE
 
     def write(self, header: PieceHeader, payload: torch.Tensor) -> None:
@@ -86,7 +116,8 @@ class StreamSink:
         written = scatter(piece, payload, regions)
         self._memory.finish_writes()
         with self._changed:
-            self._written[_key(header)] += written
+            if (staged := self._staged.get(_key(header))) is not None:
+                staged.written += written
 
     def lost(self, header: PieceHeader) -> None:
         with self._changed:
@@ -94,39 +125,51 @@ class StreamSink:
             self._changed.notify_all()
 
     def settle(self, header: PieceHeader) -> None:
-        """Counts the piece; prepares the version that it completes, in this lane's thread."""
+        """Counts the piece; prepares the part that it completes, in this lane's thread."""
         key = _key(header)
         with self._changed:
-            complete = self._table.arrived(header).rank and self._table.hold(key)
+            is_sealed, staged = self._table.arrived(header).unit, self._staged.get(key)
             self._changed.notify_all()
-            if not complete:
+            if not is_sealed or staged is None:
                 return
-            buffers, elements = self._memory.buffers(self._table.slot_of(key)), self._written[key]
-        begin = time.monotonic()
+            index = next(i for i, part in enumerate(staged.parts) if header.unit in part.units)
+            if not self._table.is_sealed(key, staged.parts[index].units) or not self._table.hold(key):
+                return
+            buffers = self._memory.buffers(self._table.slot_of(key))
         try:
-            prepared = self._live.prepare(buffers)
-            with self._changed:
-                self._prepared[key] = prepared
-                self._trim()
+            self._prepare(key, staged, index, buffers)
         finally:
             with self._changed:
                 self._table.release(key)
                 self._changed.notify_all()
-        self._sealed(key, elements, time.monotonic() - begin)
+
+    def _prepare(self, key: Key, staged: _Staged, index: int, buffers: Mapping[str, torch.Tensor]) -> None:
+        begin, part = time.monotonic(), staged.parts[index]
+        prepared = self._live.prepare({name: buffers[name] for name in part.buffers}, part.ranges)
+        with self._changed:
+            staged.prepared[index] = prepared
+            staged.prepare_s += time.monotonic() - begin
+            is_whole = len(staged.prepared) == len(staged.parts)
+            if staged.becomes_live_in_parts:
+                self._table.stay(key)
+        if staged.becomes_live_in_parts:
+            self._units_sealed(key, part.units)
+        if is_whole:
+            self._sealed(key, staged.written, staged.prepare_s)
 
     def accepted(self, version: int, attempt: int) -> None:
         with self._changed:
             self._table.accepted(version, attempt)
 
     def withdrawn(self, version: int, attempt: int) -> None:
-        """The version will not become whole: its staging is free again."""
+        """The version will not become whole: its staging is free again. Nothing of it may be committed afterwards."""
         with self._changed:
             self._table.withdrawn(version, attempt)
             self._trim()
             self._changed.notify_all()
 
     def end(self, reason: str) -> None:
-        """No further piece is taken; complete versions stay until the sink is dropped."""
+        """No further piece is taken; what can be committed, also in part, stays until the sink is dropped."""
         del reason  # nobody waits here for what the end could explain: a lane's thread meets its own error
         with self._changed:
             self._table.end()
@@ -134,15 +177,17 @@ class StreamSink:
             self._changed.notify_all()
 
     def commit(self, request: CommitRequest) -> str:
-        """Makes a prepared version live; empty when it worked, else the reason. Worker thread, in the ordered call."""
+        """Makes prepared units live; empty when it worked, else the reason. Worker thread, in the ordered call."""
         key = Key(request.incarnation, request.version, request.attempt)
         with self._changed:
-            prepared = self._prepared.get(key)
-            if prepared is None:
-                staged = ", ".join(map(str, self._prepared)) or "none"
-                return f"version {key.version}, attempt {key.attempt} is not prepared here; prepared are: {staged}"
-            if not self._table.hold(key):
-                return f"version {key.version}, attempt {key.attempt} has left staging"
+            if request.units is not None and self.units.isdisjoint(request.units):  # others hold all of it
+                self._forget_behind(request)
+                return ""
+            prepared, error = self._chosen(key, request.units)
+            if not error and not self._table.hold(key):
+                error = f"version {key.version}, attempt {key.attempt} has left staging"
+            if error:
+                return error
             slot = self._table.slot_of(key)
         try:
             error = self._write_live(prepared)
@@ -152,8 +197,29 @@ class StreamSink:
             self._memory.reads(slot)
             with self._changed:
                 self._table.release(key)
-                self._forget(key.version)
+                self._forget_behind(request)
         return error
+
+    def _forget_behind(self, request: CommitRequest) -> None:
+        """Behind the last commit of a version nothing of it is needed any more."""
+        if request.mix is None:
+            self._forget(request.version)
+
+    def _chosen(self, key: Key, units: tuple[str, ...] | None) -> tuple[list[Any], str]:
+        """What was prepared of these units (of all), or why it cannot be committed."""
+        what = f"version {key.version}, attempt {key.attempt}"
+        staged = self._staged.get(key)
+        if staged is None:
+            known = ", ".join(map(str, self._staged)) or "none"
+            return [], f"{what} is not prepared here; staged are: {known}"
+        chosen = [i for i, part in enumerate(staged.parts) if units is None or part.units.intersection(units)]
+        for index in chosen:
+            part = staged.parts[index]
+            if index not in staged.prepared:
+                return [], f"{what} is not prepared here: units {', '.join(sorted(part.units)[:5])} are missing"
+            if units is not None and not part.units.issubset(units):
+                return [], f"{what} has units {', '.join(sorted(part.units)[:5])} prepared together, not one by one"
+        return [staged.prepared[index] for index in chosen], ""
 
     def compare(self, key: Key) -> Comparison:
         """The comparison of a staged version with the live bytes, to be stepped on the worker's thread."""
@@ -176,13 +242,12 @@ class StreamSink:
 
     def _trim(self) -> None:
         """What was kept for a version goes with its staging: committed, overtaken, withdrawn or broken off."""
-        staged = self._table.staged
-        self._prepared = {key: prepared for key, prepared in self._prepared.items() if key in staged}
-        self._written = Counter({key: count for key, count in self._written.items() if key in staged})
+        there = self._table.staged
+        self._staged = {key: staged for key, staged in self._staged.items() if key in there}
 
-    def _write_live(self, prepared: Any) -> str:
+    def _write_live(self, prepared: list[Any]) -> str:
         try:
-            self._live.commit(prepared)
+            self._live.commit(*prepared)
         except ENGINE_ERRORS as error:
             return f"{type(error).__name__}: {error}"
         return ""

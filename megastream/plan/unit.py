@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -17,6 +18,7 @@ from megastream.plan.types import Unit
 
 PlaceOf = Callable[[str], Place]
 
+_EXPERTS = re.compile(r"s[0-9]+\.l([0-9]+)\.e([0-9]+):([0-9]+)")
 _OUTER_ORDER = {"embed": -1.0, "norm": inf, "head": inf}
 
 
@@ -141,3 +143,9 @@ def _runs(whose: Ints, expert: Ints, longest: int) -> tuple[Ints, Ints]:
     first, run = np.flatnonzero(begins), np.cumsum(begins) - 1
     last = np.append(first[1:], len(expert)) - 1
     return expert[first][run], expert[last][run] + 1
+
+
+def experts_of(unit: str) -> tuple[int, range] | None:
+    """(layer, global experts) of an expert unit in its text form, e.g. `s1.l17.e32:40`; None for any other unit."""
+    found = _EXPERTS.fullmatch(unit)
+    return None if found is None else (int(found[1]), range(int(found[2]), int(found[3])))

@@ -102,7 +102,9 @@ class TrainerBook:
 
     def is_poisoned_by(self, version: int) -> bool:
         """The engine could not take this version, and no later one is live yet."""
-        return self.poisoned is not None and self.poisoned.version == version and self.committed_at(version) is None
+        if self.poisoned is None or self.poisoned.version != version or self.poisoned.part:
+            return False
+        return self.committed_at(version) is None
 
     def not_bound(self) -> list[str]:
         """Who has not built the plan yet, e.g. ["trainer rank 3", "engine rank 1"]."""

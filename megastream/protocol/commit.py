@@ -18,6 +18,10 @@ class _Version:
     sealed: dict[tuple[int, int], Sealed] = field(default_factory=dict)
     units: defaultdict[tuple[int, str], set[int]] = field(default_factory=lambda: defaultdict(set))
     """(attempt, unit) -> ranks that have sealed it before the rest."""
+    everywhere: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Attempt -> units that every rank which holds them has sealed before the rest."""
+    groups: set[tuple[int, frozenset[str]]] = field(default_factory=set)
+    """(attempt, units) that some rank has prepared together."""
     accepted: int | None = None
     manifest: WeightsReady | None = None
 
@@ -43,15 +47,17 @@ class CommitTable:
         self.in_flight: Key | None = None
         self.poisoned = False
         self.whole_next = False
-        """Nothing is committed early before a version was committed whole: one did not become complete in time."""
+        """Nothing is committed early before a version was committed whole: the open one is late, or was withdrawn."""
         self._open: int | None = None
-        self._ahead: tuple[str, ...] = ()
+        self._ahead: dict[str, None] = {}
         """Units that are live at the open version, in the order of their commits."""
         self._part: tuple[str, ...] = ()
         """Units of the commit under way, when it is not one of a whole version."""
         self._closed = False
         self._versions: dict[int, _Version] = {}
         """Only what is newer than `live`."""
+        self._withdrawn: set[Key] = set()
+        """Attempts newer than `live` that never become whole, whatever is said of them later."""
 
     @property
     def is_drained(self) -> bool:
@@ -61,11 +67,11 @@ class CommitTable:
     @property
     def mix(self) -> Mix | None:
         """What live weights hold once the commit under way, if any, has succeeded; None while it is one version."""
-        ahead = self._ahead + self._part
         if self._open is None:
             return None
+        ahead = {**self._ahead, **dict.fromkeys(self._part)}
         behind = tuple(unit for unit in self.holders if unit not in ahead)
-        return Mix(self.live, self._open, ahead, behind)
+        return Mix(self.live, self._open, tuple(ahead), behind)
 
     def sealed(self, record: Sealed) -> None:
         version = self._version(record)
@@ -80,10 +86,14 @@ class CommitTable:
         if version is None:
             return
         self._check_seal(record)
+        version.groups.add((record.attempt, frozenset(record.units)))
         for unit in record.units:
-            if record.rank not in self.holders.get(unit, ()):
+            holders = self.holders.get(unit, ())
+            if record.rank not in holders:
                 raise ProtocolError(f"engine rank {record.rank} sealed unit {unit}, of which it holds nothing")
             version.units[record.attempt, unit].add(record.rank)
+            if version.units[record.attempt, unit].issuperset(holders):
+                version.everywhere[record.attempt].add(unit)
 
     def accepted(self, record: Accepted) -> None:
         version = self._version(record)
@@ -102,6 +112,22 @@ class CommitTable:
         self._same_plan(record.plan_digest, f"the manifest of version {record.version}")
         version.manifest = record
         self._check_elements(record.version, version)
+
+    def withdrawn(self, key: Key) -> None:
+        """The trainer took this attempt back, perhaps after it was accepted. Whoever prepared it may forget it, behind
+        a commit that is under way. When units of it are live, nothing but a whole version follows."""
+        if key.version <= self.live:
+            return
+        self.whole_next = self.whole_next or self.is_open(key)
+        self._withdrawn.add(key)
+        version = self._versions.get(key.version)
+        if version is not None and version.accepted in (None, key.attempt):
+            del self._versions[key.version]
+
+    def is_open(self, key: Key) -> bool:
+        """Units of this attempt are live, or will be with the commit under way, and others are not."""
+        version = self._versions.get(key.version)
+        return self._open == key.version and version is not None and version.accepted == key.attempt
 
     def is_ready(self, number: int) -> bool:
         """All that a commit of this version needs is there."""
@@ -131,6 +157,11 @@ class CommitTable:
                 return self._key(number), units
         return None
 
+    def is_part(self, key: Key, units: Collection[str]) -> bool:
+        """Whether `units`, some of what `next_early` gave, can become live by themselves: others stay behind, and no
+        rank has prepared them together with others."""
+        return not self._is_rest(units) and not self._splits(key, units)
+
     def start(self, key: Key, part: Collection[str] = ()) -> tuple[str, ...] | None:
         """The ordered commit of `key`, or of `part` of it, is enqueued now.
 
@@ -159,7 +190,7 @@ class CommitTable:
         done, self.in_flight = self.in_flight.version, None
         self.poisoned = not ok
         if self._part:
-            self._ahead, self._part = self._ahead + self._part, ()
+            self._ahead, self._part = {**self._ahead, **dict.fromkeys(self._part)}, ()
             return ()
         overtaken = tuple(sorted(number for number in self._versions if self.live < number < done))
         self.skip_to(done)
@@ -168,8 +199,9 @@ class CommitTable:
     def skip_to(self, version: int) -> None:
         """`version` is live in every unit (committed, its bytes were compared, or the host loaded it whole)."""
         self.live = max(self.live, version)
-        self._open, self._ahead, self.whole_next = None, (), False
+        self._open, self._ahead, self.whole_next = None, {}, False
         self._versions = {number: v for number, v in self._versions.items() if number > self.live}
+        self._withdrawn = {key for key in self._withdrawn if key.version > self.live}
 
     def close(self) -> None:
         """No further commit starts."""
@@ -184,11 +216,16 @@ class CommitTable:
         """Units that every rank which holds them has sealed in the accepted attempt, and that are not live yet."""
         if version.accepted is None:
             return frozenset()
-        return frozenset(
-            unit
-            for (attempt, unit), ranks in version.units.items()
-            if attempt == version.accepted and ranks.issuperset(self.holders[unit]) and unit not in self._ahead
-        )
+        return frozenset(version.everywhere[version.accepted] - self._ahead.keys())
+
+    def _is_rest(self, units: Collection[str]) -> bool:
+        """Nothing would stay behind."""
+        return len(self._ahead) + len(units) >= len(self.holders)
+
+    def _splits(self, key: Key, part: Collection[str]) -> bool:
+        """Some rank has prepared units of `part` together with others: it was cut for another gate."""
+        groups = [units for attempt, units in self._versions[key.version].groups if attempt == key.attempt]
+        return any(not units.isdisjoint(part) and not units.issubset(part) for units in groups)
 
     def _check_part(self, key: Key, part: Collection[str]) -> None:
         if self._open is not None and key.version != self._open:
@@ -196,7 +233,9 @@ class CommitTable:
         version = self._versions.get(key.version)
         if version is None or version.accepted != key.attempt or not self._early_units(version).issuperset(part):
             raise ProtocolError(f"units of {key} are not sealed everywhere and accepted: {', '.join(part)}")
-        if len(self._ahead) + len(part) >= len(self.holders):
+        if self._splits(key, part):
+            raise ProtocolError(f"units of {key} are prepared together with others: {', '.join(part)}")
+        if self._is_rest(part):
             raise ProtocolError(f"the last units of version {key.version} come with its manifest, not before")
 
     def _version(self, record: Sealed | UnitsSealed | Accepted | WeightsReady) -> _Version | None:
@@ -205,7 +244,9 @@ class CommitTable:
                 f"version {record.version} of incarnation {record.incarnation} in attachment {self.terms.attachment} "
                 f"of incarnation {self.terms.incarnation}"
             )
-        return None if record.version <= self.live else self._versions.setdefault(record.version, _Version())
+        if record.version <= self.live or Key(record.incarnation, record.version, record.attempt) in self._withdrawn:
+            return None
+        return self._versions.setdefault(record.version, _Version())
 
     def _check_seal(self, record: Sealed | UnitsSealed) -> None:
         self._same_plan(record.plan_digest, f"engine rank {record.rank} sealed version {record.version}")

@@ -53,11 +53,7 @@ class Mix:
         return {**dict.fromkeys(self.ahead, self.newest), **dict.fromkeys(self.behind, self.oldest)}
 
 
-def versions_of(label: str) -> tuple[int, int]:
-    """(oldest, newest) of a token's label: `7` is (7, 7), `6..7+3` is (6, 7). ValueError for any other text."""
-    if label.isdecimal():
-        return int(label), int(label)
+def mixed_versions(label: str) -> tuple[int, int] | None:
+    """(oldest, newest) of a mix's label; None for any other label, `7` for example, which is one version."""
     found = _MIX.fullmatch(label)
-    if found is None:
-        raise ValueError(f"{label!r} is no version, and no mix of two like 6..7+3")
-    return int(found[1]), int(found[2])
+    return None if found is None else (int(found[1]), int(found[2]))

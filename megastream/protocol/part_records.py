@@ -46,7 +46,7 @@ class PartCommitted(TaggedRecord, frozen=True, kw_only=True, tag="part_committed
 
 
 class Mixed(TaggedRecord, frozen=True, kw_only=True, tag="mixed"):
-    """The engine serves `label` and takes the next complete version whole."""
+    """The engine serves `label`, and nothing but a whole version is committed next. Said once for a version."""
 
     attachment: str
     version: int

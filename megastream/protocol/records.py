@@ -23,7 +23,7 @@ Who writes what, in the order of a run:
     engine rank     Loaded            "my whole-model load of V took so long" (gate `pause` only)
     engine core     Committed         "V is live on every rank" (gate `pause`: written by the host that paused)
     engine core     PartCommitted     "these units of V are live on every rank, others are not yet"
-    engine core     Mixed             "part of V is live and its manifest does not come"
+    engine core     Mixed             "part of V is live, and the rest does not follow"
     engine core     Poisoned          "some rank could not commit V", and what follows
     trainer rank 0  TrainingFinished  ends the attachment; consumers stop at this and nothing else
     engine core     Detached          answers TrainingFinished or Failed: no commit of the attachment is under way
@@ -188,6 +188,8 @@ class Poisoned(_Record, frozen=True, kw_only=True, tag="poisoned"):
     engine: str
     version: int
     reason: str
+    part: bool = False
+    """Only a part of the version was to become live: the version itself, whole, still heals the engine."""
 
 
 class TrainingFinished(_Record, frozen=True, kw_only=True, tag="training_finished"):

@@ -43,7 +43,8 @@ class Opened(TaggedRecord, frozen=True, kw_only=True, tag="opened"):
 
 
 class Withdrawn(TaggedRecord, frozen=True, kw_only=True, tag="withdrawn"):
-    """Also of a version that was accepted: what has arrived of it may be forgotten."""
+    """Also of a version that was accepted. Engine ranks forget what arrived of it once the core tells them to: the
+    commit of a part of it may be under way."""
 
     attachment: str
     incarnation: int

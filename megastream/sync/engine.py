@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from megastream.protocol.bounds import check_settings
 from megastream.protocol.control import ControlLog
 from megastream.protocol.journal import SyncError
+from megastream.protocol.part_records import GateSet, SetGate
 from megastream.protocol.records import (
     Accepted,
     Attach,
@@ -23,6 +25,7 @@ from megastream.protocol.records import (
     Loaded,
     Record,
 )
+from megastream.sync.mixes import versions_of
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +116,48 @@ class EngineSync:
             for position, record in self._log.read(after, self._settings.poll_s):
                 after = position
                 yield record
+
+    def set_gate(self, gate: str) -> None:
+        """Has the engine commit by another gate (see protocol.mix.Gate) from the next version on that arrives. Blocks.
+
+        SyncError says why the engine stays at the gate it had, or that it did not answer within `load_s`.
+        """
+        request = uuid.uuid4().hex
+        after = self._log.append(SetGate(engine=self.engine, gate=gate, request=request))
+        deadline = time.monotonic() + self._settings.load_s
+        while time.monotonic() < deadline:
+            for position, record in self._log.read(after, self._settings.poll_s):
+                after = position
+                if isinstance(record, GateSet) and record.request == request:
+                    if record.error:
+                        raise SyncError(f"engine {self.engine} stays at gate {record.gate}: {record.error}")
+                    return
+        raise SyncError(
+            f"engine {self.engine} did not answer for {self._settings.load_s:g} s when asked for gate {gate}"
+        )
+
+    def versions(self, label: str) -> dict[str, int]:
+        """The version of every unit while tokens were stamped `label`, a mix like `6..7+3`. Reads the whole log.
+
+        SyncError when what the log keeps does not say that the engine was ever there, or does not end in `report_s`.
+        """
+        found = versions_of(self._so_far(), self.engine, label)
+        if not found:
+            raise SyncError(
+                f"the log of this run does not say that engine {self.engine} was ever at {label!r}; it knows mixes of "
+                f"two versions, like 6..7+3, for as long as it keeps the records of their attachment"
+            )
+        return found
+
+    def _so_far(self) -> Iterator[Record]:
+        """Every record that is there now."""
+        after, deadline = "0", time.monotonic() + self._settings.report_s
+        while records := self._log.read(after, 0.01):
+            for position, record in records:
+                after = position
+                yield record
+            if time.monotonic() > deadline:
+                raise SyncError(f"records came faster than they were read for {self._settings.report_s:g} s")
 
     async def run_whole_updates(
         self, llm: PausableEngine, on_update: Callable[[WholeUpdate], None] | None = None

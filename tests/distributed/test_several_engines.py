@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megastream.protocol import bind
+from megastream.protocol.mix import Gate
 from megastream.protocol.records import Attach, Attached, Committed, Detached, Emitted, Failed, WeightsReady
 from megastream.protocol.step_records import Opened, Withdrawn
 from megastream.sync import SyncError, TrainerSync
@@ -20,6 +21,7 @@ from tests.helpers.memory_log import MemoryStore
 from tests.helpers.spine import ENGINE_SETTINGS, Engine, engine, eventually, train, trainer_settings
 
 ALL_SLOTS = 10**6
+GATES = ["version", *(pytest.param(gate, marks=pytest.mark.full) for gate in ("stage", "idle_experts"))]
 
 
 def versions(e: Engine) -> list[int]:
@@ -79,7 +81,8 @@ def test_engines_with_equal_layouts_share_a_plan(monkeypatch: pytest.MonkeyPatch
     assert len(built) == 4, "one plan on each trainer rank"
 
 
-def test_an_engine_that_stands_still_skips_versions_and_holds_nobody_up() -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_an_engine_that_stands_still_skips_versions_and_holds_nobody_up(gate: Gate) -> None:
     """The core of `b` stands in a commit while `a` takes seven versions. None is withdrawn: slots hold all of it."""
 
     def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
@@ -99,7 +102,7 @@ def test_an_engine_that_stands_still_skips_versions_and_holds_nobody_up() -> Non
 
     barrier, openings, store = threading.Barrier(4), [], MemoryStore()
     settings = trainer_settings("t", engines=2, lag_s=0.2, slots_per_target=ALL_SLOTS)
-    with engine("tp1 pp2", store=store, name="a") as a, engine("tp2 ep2", store=store, name="b") as b:
+    with engine("tp1 pp2", store=store, name="a") as a, engine("tp2 ep2", gate=gate, store=store, name="b") as b:
         wrong = a.watch() + b.watch()
         assert train(store, body, settings=settings) == [None] * 4
         assert versions(a) == [1, 2, 3, 4, 5, 6, 7]
@@ -113,7 +116,8 @@ def test_an_engine_that_stands_still_skips_versions_and_holds_nobody_up() -> Non
 
 
 @pytest.mark.full
-def test_a_lease_that_is_held_too_long_is_revoked_and_a_later_version_arrives_whole() -> None:
+@pytest.mark.parametrize("gate", ["version", "stage", "idle_experts"])
+def test_a_lease_that_is_held_too_long_is_revoked_and_a_later_version_arrives_whole(gate: Gate) -> None:
     """One slot only: version 2 waits unpacked for the staging of `b`, whose core stands. The step takes it back."""
 
     def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
@@ -139,7 +143,7 @@ def test_a_lease_that_is_held_too_long_is_revoked_and_a_later_version_arrives_wh
     single = replace(ENGINE_SETTINGS, staging_sets=1)
     with (
         engine("tp1 pp2", store=store, name="a") as a,
-        engine("tp2 ep2", settings=single, store=store, name="b") as b,
+        engine("tp2 ep2", settings=single, gate=gate, store=store, name="b") as b,
     ):
         wrong = a.watch() + b.watch()
         assert train(store, body, settings=settings) == [None] * 4
@@ -187,8 +191,9 @@ class Joining:
         return train(self.store, self.body, settings=trainer_settings("t", late_joiners=True, **settings))
 
 
+@pytest.mark.parametrize("gate", GATES)
 def test_a_late_joiner_gets_the_newest_version_whole_although_the_next_step_waits(
-    monkeypatch: pytest.MonkeyPatch,
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_lanes(monkeypatch, 0.005)
     joining, others = Joining(MemoryStore()), []
@@ -197,7 +202,7 @@ def test_a_late_joiner_gets_the_newest_version_whole_although_the_next_step_wait
 
         def come() -> None:
             joining.comes.wait(20)
-            with engine("tp2 ep2", store=joining.store, name="b") as b:
+            with engine("tp2 ep2", gate=gate, store=joining.store, name="b") as b:
                 others.append((b.watch(), b))
                 eventually(lambda: len(b.own(Detached)) == 1, 30)
                 others.append(b.differing(joining.last))
@@ -211,7 +216,8 @@ def test_a_late_joiner_gets_the_newest_version_whole_although_the_next_step_wait
         attach = next(record for record in b.own(Attach) if record.engine == "b")
         assert attach.late_joiner and attach.attachment == "i1-2" and attach.base_version <= joining.joined_at
         assert attached.version == joining.joined_at and attached.replaced
-        assert b.core.commits[0].attempt == 1, "a new attempt of a version that others had as attempt 0"
+        first = b.core.commits[0]
+        assert first.attempt == 1 and first.mix is first.units is None, "a new attempt of what others had as attempt 0"
         assert wrong == late_wrong == differing == []
         assert versions(a) == list(range(1, joining.last + 1)), "the others do not notice"
 

@@ -9,6 +9,7 @@ import pytest
 
 from megastream.engine.contract import CommitRequest
 from megastream.engine.stream import StreamSink
+from megastream.protocol.mix import Gate
 from megastream.protocol.records import Accepted, Committed, Emitted, Failed, Sealed, WeightsReady
 from megastream.protocol.step_records import Withdrawn
 from megastream.sync import TrainerSync
@@ -18,6 +19,7 @@ from tests.helpers.spine import Engine, engine, eventually, train, trainer_setti
 from tests.helpers.synthetic import fill
 
 ALL_SLOTS = 10**6
+GATES = ["version", *(pytest.param(gate, marks=pytest.mark.full) for gate in ("stage", "idle_experts"))]
 
 
 def num_sent(sync: TrainerSync) -> int:
@@ -26,7 +28,8 @@ def num_sent(sync: TrainerSync) -> int:
     return sum(lane.counters.pieces for lane in lanes)
 
 
-def test_a_version_that_does_not_count_is_withdrawn_and_its_next_attempt_goes_live() -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_a_version_that_does_not_count_is_withdrawn_and_its_next_attempt_goes_live(gate: Gate) -> None:
     def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
         sync.attach()
         train_step(sync, trainer, 1)
@@ -41,7 +44,7 @@ def test_a_version_that_does_not_count_is_withdrawn_and_its_next_attempt_goes_li
         sync.wait_committed(2, 10)
         sync.finished("done")
 
-    with engine("tp1 pp2") as e:
+    with engine("tp1 pp2", gate=gate) as e:
         assert train(e.store, body, settings=trainer_settings("a")) == [None] * 4
         assert e.differing(2) == [] and e.records(Failed) == []
         assert [record.version for record in e.records(Committed)] == [1, 2]
@@ -107,7 +110,8 @@ def test_an_engine_that_stands_still_in_an_abort_is_not_lost(is_last: bool, monk
         assert a.records(Failed) == wrong == a.differing(last) == b.differing(last) == []
 
 
-def test_the_engine_forgets_what_it_prepared_of_a_withdrawn_attempt() -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_the_engine_forgets_what_it_prepared_of_a_withdrawn_attempt(gate: Gate) -> None:
     """All of attempt 0 is in and sealed on every rank before it is withdrawn."""
 
     def body(sync: TrainerSync, trainer: FakeTrainer) -> None:
@@ -127,6 +131,6 @@ def test_the_engine_forgets_what_it_prepared_of_a_withdrawn_attempt() -> None:
         sync.wait_committed(1, 10)
         sync.finished("done")
 
-    with engine("tp1 pp2") as e:
+    with engine("tp1 pp2", gate=gate) as e:
         assert train(e.store, body, settings=trainer_settings("a")) == [None] * 4
         assert e.differing(1) == []

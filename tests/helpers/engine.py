@@ -56,6 +56,8 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     carried: list[tuple[str, int, int]] = field(default_factory=list)
+    between: list[tuple[str, str]] = field(default_factory=list)
+    """(oldest, newest) of the spans of mixes."""
     kv: list[tuple[str | None, int, int]] = field(default_factory=list)
     cached: int = 0
     """Prompt tokens whose keys and values came from the cache."""
@@ -164,6 +166,7 @@ class Engine:
                 carried = parameters_out.get("weight_versions", [])
                 answer.kv = [(s["version"], s["start"], s["end"]) for s in parameters_out.get("kv_versions", [])]
                 answer.cached = output.num_cached_tokens or 0
+                answer.between = [(s["oldest"], s["newest"]) for s in carried if "oldest" in s]
                 answer.carried = [(s["version"], s["start"], s["end"]) for s in carried]
                 # vLLM's own field came with 0.32; before it there is only what we carry.
                 own = getattr(part, "weight_versions", None)

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megastream.engine.contract import CommitRequest, WholeLoad
+from megastream.engine.contract import NO_RANGES, CommitRequest, WholeLoad
+from megastream.engine.parts import Ranges
 from megastream.layout.engine import whole_rank_layout
 from megastream.layout.shard import RankLayout
 from megastream.protocol.records import RankCommit
@@ -23,6 +24,7 @@ class FakeLive:
         self.layout, self.buffers = layout, empty_buffers(layout)
         self.break_commits = 0
         self.whole: dict[str, torch.Tensor] = {}
+        self.use: dict[int, list[float]] = {layer: [0.0] * SHAPE.num_experts for layer in range(SHAPE.num_layers)}
         fill(layout, self.buffers, version)
 
     def describe(self) -> RankLayout:
@@ -42,15 +44,25 @@ class FakeLive:
     def read_live(self, buffer: str) -> torch.Tensor:
         return self.buffers[buffer]
 
-    def prepare(self, staging: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(staging)
+    def prepare(
+        self, staging: Mapping[str, torch.Tensor], ranges: Mapping[str, Ranges] = NO_RANGES
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of live and new elements."""
+        pairs = []
+        for name, tensor in staging.items():
+            for start, stop in ranges.get(name, ((0, len(tensor)),)):
+                pairs.append((self.buffers[name][start:stop], tensor[start:stop]))
+        return pairs
 
-    def commit(self, prepared: dict[str, torch.Tensor]) -> None:
+    def commit(self, *prepared: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if self.break_commits:
             self.break_commits -= 1
             raise RuntimeError("injected: the copy failed")
-        for name, tensor in prepared.items():
-            self.buffers[name].copy_(tensor)
+        for live, new in (pair for pairs in prepared for pair in pairs):
+            live.copy_(new)
+
+    def expert_use(self) -> Mapping[int, Sequence[float]]:
+        return self.use
 
     def load_whole(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> WholeLoad:
         self.whole = dict(tensors)
@@ -81,7 +93,8 @@ class FakeCore:
 
     def commit(self, request: CommitRequest, done: Callable[[tuple[RankCommit, ...]], None]) -> None:
         def run() -> None:
-            self._version = request.version
+            if request.mix is None:
+                self._version = request.version
             self.commits.append(request)
             done(tuple(rank.commit(request) for rank in self.ranks))
 

@@ -17,6 +17,7 @@ from vllm.v1.engine.core import EngineCore
 
 from megastream.engine.contract import CommitRequest, WholeLoad
 from megastream.engine.vllm import compat
+from megastream.protocol.mix import Mix
 from megastream.protocol.records import RankCommit
 from tests.helpers import reveal
 from tests.helpers.cut import cut
@@ -77,10 +78,38 @@ class Feeder:
 
         state, group = self.weight_transfer_engine.state, get_tp_group()
         parallel = self.vllm_config.parallel_config
+        if not isinstance(state.agent, FeedAgent):
+            self.real_agent = state.agent
         self.feed = FeedAgent(
             state.live, state.rank, group.rank_in_group, group.world_size, parallel.enable_expert_parallel
         )
         state.agent = self.feed
+
+    def feed_remove(self) -> None:
+        """The real agent is asked again."""
+        if getattr(self, "real_agent", None) is not None:
+            self.weight_transfer_engine.state.agent = self.real_agent
+
+    def feed_use(self, use: dict[int, list[float]] | None) -> None:
+        """Wrong on purpose: says this of the use of experts, whatever was counted; None ends it."""
+        live = self.weight_transfer_engine.state.live
+        live.__dict__.pop("expert_use", None)
+        if use is not None:
+            live.expert_use = lambda: use
+
+    def feed_skip_parts(self, rank: int, skips: bool) -> None:
+        """Wrong on purpose: rank `rank` writes no part of a version, and says that it did."""
+        agent = self.weight_transfer_engine.state.agent
+        agent.__dict__.pop("commit", None)
+        if skips and agent.rank == rank:
+            honest = agent.commit
+            done = RankCommit(rank=rank, ok=True, stall_s=0.0, step=0)
+            agent.commit = lambda request: done if request.mix is not None else honest(request)
+
+    def feed_counts(self) -> dict[int, list[float]]:
+        """What the histogram holds, without halving it."""
+        use = self.weight_transfer_engine.state.live._use
+        return dict(zip(use._layers, use._counts.tolist(), strict=True))
 
     def feed_stage(self, version: int) -> None:
         """In a thread of its own, like a lane's: the worker goes on decoding."""
@@ -182,6 +211,36 @@ def feed_late_labels(core: Any, late: bool) -> None:
         port.record = late_record
 
 
+def feed_output_labels(core: Any, wrong: bool) -> None:
+    """Core utility. Wrong: the label is the one of the next step, read when the output is there."""
+    port = core.megastream
+    port.__dict__.pop("record", None)
+    if wrong:
+
+        def record(batch: Any, outputs: dict[int, Any]) -> str:
+            port.spans.add(port.label, outputs, lambda request_id: False)
+            return port.label
+
+        port.record = record
+
+
+def feed_wrong_mixes(core: Any, wrong: bool) -> None:
+    """Core utility. Wrong: which units of a mix are ahead, and which behind, is remembered the wrong way round."""
+    port = core.megastream
+    port.__dict__.pop("_remember", None)
+    if wrong:
+        honest = port._remember
+        port._remember = lambda mix: honest(_Turned(mix.oldest, mix.newest, mix.behind, mix.ahead))
+
+
+class _Turned(Mix):
+    """Says the label of the mix that it was made from."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.oldest}..{self.newest}+{len(self.behind)}"
+
+
 def feed_label(core: Any, label: str) -> None:
     """Core utility: the second call that names a version after it was committed."""
     core.feed_told = label
@@ -198,5 +257,15 @@ def feed_cached_blocks(core: Any) -> int:
     return sum(block.block_hash is not None for block in blocks)
 
 
-for _utility in (feed_commit, feed_call, feed_deaf, feed_late_labels, feed_label, feed_stamp, feed_cached_blocks):
+for _utility in (
+    feed_commit,
+    feed_call,
+    feed_deaf,
+    feed_late_labels,
+    feed_output_labels,
+    feed_wrong_mixes,
+    feed_label,
+    feed_stamp,
+    feed_cached_blocks,
+):
     setattr(EngineCore, _utility.__name__, _utility)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -59,9 +60,12 @@ def step(sync: TrainerSync, trainer: RevealTrainer, version: int) -> None:
 
 
 class Orders:
-    """Lets a test say when the trainer ranks take their steps."""
+    """Lets a test say when the trainer ranks take their steps. The weights at first must be those of `base_version`."""
 
-    def __init__(self) -> None:
+    step = staticmethod(step)
+
+    def __init__(self, base_version: int | None = None) -> None:
+        self.base_version = base_version
         self._orders: list[queue.SimpleQueue[int | None]] = [queue.SimpleQueue() for _ in range(MESH.world_size)]
         self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -78,12 +82,27 @@ class Orders:
 
     def train(self, sync: TrainerSync, trainer: RevealTrainer) -> None:
         """A rank's whole training: attaches, follows the orders, says goodbye."""
-        sync.attach()
+        sync.attach(base_version=self.base_version)
         while (version := self._orders[trainer.layout.rank].get(timeout=120)) is not None:
-            step(sync, trainer, version)
+            self.step(sync, trainer, version)
             sync.wait_committed(version, 30)
             self._done.put(version)
         sync.finished("done")
+
+
+class SlowOrders(Orders):
+    """Steps that count from their beginning, and whose second stage emits `behind_s` after the first one."""
+
+    behind_s = 0.1
+
+    def step(self, sync: TrainerSync, trainer: RevealTrainer, version: int) -> None:  # type: ignore[override]
+        sync.begin(version, train_step=version)
+        trainer.fill(version)
+        sync.accept()
+        time.sleep(trainer.layout.coords["pp"] * self.behind_s)
+        for buffer in trainer.buffers:
+            sync.final(buffer)
+        sync.finish()
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from megastream.engine.agent import RankAgent
 from megastream.engine.contract import CommitRequest
 from megastream.engine.coordinator import Coordinator
 from megastream.engine.settings import EngineSettings
+from megastream.plan.unit import experts_of
+from megastream.protocol.mix import Gate
 from megastream.protocol.records import Attach, RankCommit
 from megastream.sync import TrainerSettings, TrainerSync
 from megastream.transport.gloo import GlooReceiver
@@ -51,14 +53,14 @@ class Engine:
         return [name for live in self.lives for name in differing(live.layout, live.buffers, version)]
 
     def watch(self) -> list[str]:
-        """From now on holds every committed version against what it should be; names what differed."""
+        """From now on holds live weights after each commit against what it says; names what differed."""
         found: list[str] = []
 
         def watched(commit: Any, live: FakeLive) -> Any:
             def run(request: CommitRequest) -> RankCommit:
                 reply = commit(request)
-                wrong = differing(live.layout, live.buffers, request.version)
-                found.extend(f"version {request.version}: {name}" for name in wrong)
+                wrong = differing(live.layout, live.buffers, said_by(request))
+                found.extend(f"version {request.label}: {name}" for name in wrong)
                 return reply
 
             return run
@@ -68,12 +70,35 @@ class Engine:
         return found
 
 
+def said_by(request: CommitRequest) -> Callable[[str], int]:
+    """Tensor -> the version that it has behind this commit, by the names of the units of its mix."""
+    vector = request.mix.vector() if request.mix is not None else {}
+
+    def holds(unit: str, tensor: str) -> bool:
+        parts = tensor.split(".")
+        if parts[1] != "layers":
+            return unit.endswith({"lm_head": ".head", "norm": ".norm", "embed_tokens": ".embed"}[parts[-2]])
+        if f".l{parts[2]}." not in unit:
+            return False
+        experts = experts_of(unit)
+        return (experts is not None and int(parts[5]) in experts[1]) if "experts" in parts else experts is None
+
+    def version_of(tensor: str) -> int:
+        if not vector:
+            return request.version
+        (version,) = {version for unit, version in vector.items() if holds(unit, tensor)}
+        return version
+
+    return version_of
+
+
 @contextmanager
 def engine(
     mesh: str,
     version: int = 0,
     settings: EngineSettings = ENGINE_SETTINGS,
     *,
+    gate: Gate = "version",
     store: MemoryStore | None = None,
     name: str = "e",
 ) -> Iterator[Engine]:
@@ -90,11 +115,14 @@ def engine(
             live=live,
             receiver=receiver,
             settings=settings,
+            gate=gate,
         )
         for rank, (live, receiver) in enumerate(zip(lives, receivers, strict=True))
     ]
     core = FakeCore(agents)
-    coordinator = Coordinator(MemoryLog(store), engine=name, world_size=len(lives), core=core, settings=settings)
+    coordinator = Coordinator(
+        MemoryLog(store), engine=name, world_size=len(lives), core=core, settings=settings, gate=gate
+    )
     for agent in agents:
         agent.start()
     coordinator.start()

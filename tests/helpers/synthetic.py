@@ -6,6 +6,7 @@ The expected bytes come from the full tensors and each side's own shards, never 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -62,12 +63,13 @@ def fill(layout: RankLayout, buffers: dict[str, torch.Tensor], version: int) -> 
         region(buffers[shard.buffer], shard).copy_(_cut(shard, version))
 
 
-def differing(layout: RankLayout, buffers: dict[str, torch.Tensor], version: int) -> list[str]:
-    """Tensors of an engine rank that are not bit for bit what `version` should be there."""
+def differing(layout: RankLayout, buffers: dict[str, torch.Tensor], version: int | Callable[[str], int]) -> list[str]:
+    """Tensors of an engine rank that are not bit for bit what `version`, or that of each tensor, should be there."""
+    version_of = version if callable(version) else lambda tensor: version
     return [
         f"{shard.buffer} ({shard.tensor})"
         for shard in layout.shards
-        if not torch.equal(region(buffers[shard.buffer], shard), _cut(shard, version))
+        if not torch.equal(region(buffers[shard.buffer], shard), _cut(shard, version_of(shard.tensor)))
     ]
 
 

@@ -7,13 +7,16 @@ with can be something else: on CPU, linears sit packed inside a kernel and exper
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megastream.engine.contract import LiveModelError
 from megastream.engine.vllm import compat
 
+ALL = slice(None)
 PROBE_ROWS = 512
 """Rows of the identity matrix that one probe multiplies; bounds the memory of a read-back."""
 
@@ -45,8 +48,8 @@ class LiveBuffer(ABC):
         """The values that the engine computes with, as a new or a live tensor of `shape`. Worker thread only."""
 
     @abstractmethod
-    def prepare(self, new: torch.Tensor) -> Prepared:
-        """Everything slow, so that a commit only copies and swaps. `new` has `shape`."""
+    def prepare(self, new: torch.Tensor, rows: slice = ALL) -> Prepared:
+        """Everything slow, so that a commit only copies and swaps. `new` has `shape`, of which `rows` become live."""
 
 
 class Plain(LiveBuffer):
@@ -55,9 +58,9 @@ class Plain(LiveBuffer):
     def read(self) -> torch.Tensor:
         return self.parameter.data
 
-    def prepare(self, new: torch.Tensor) -> Prepared:
+    def prepare(self, new: torch.Tensor, rows: slice = ALL) -> Prepared:
         """On a GPU the bytes move to the device here, on a stream of their own, so that a commit copies inside it."""
-        live = self.parameter.data
+        live, new = self.parameter.data[rows], new[rows]
         if not live.is_cuda:
             return Prepared(copies=((live, new),))
         stream = torch.cuda.Stream(live.device)
@@ -91,7 +94,9 @@ class PackedLinear(LiveBuffer):
             out[:, start : start + count] = kernel(probe, weight, None).view(count, rows).t()
         return out
 
-    def prepare(self, new: torch.Tensor) -> Prepared:
+    def prepare(self, new: torch.Tensor, rows: slice = ALL) -> Prepared:
+        if rows != ALL:
+            raise LiveModelError(f"{self.name} is packed as a whole and cannot be written in rows {rows}")
         copies = ((self.parameter.data, new),) if self.parameter.numel() else ()
         return Prepared(copies=copies, kernels=((self.module, compat.pack_linear(new)),))
 
@@ -107,8 +112,9 @@ class PackedExperts(LiveBuffer):
     def read(self) -> torch.Tensor:
         return self.parameter.data.reshape(self.shape[0], -1)[:, self._unpack].view(self.shape)
 
-    def prepare(self, new: torch.Tensor) -> Prepared:
-        return Prepared(copies=((self.parameter.data, compat.prepack_experts(new, self.isa)),))
+    def prepare(self, new: torch.Tensor, rows: slice = ALL) -> Prepared:
+        """Experts are packed one by one, so some of them are what the same rows of all would be."""
+        return Prepared(copies=((self.parameter.data[rows], compat.prepack_experts(new[rows], self.isa)),))
 
 
 def _unpacking_order(shape: tuple[int, ...], isa: str) -> torch.Tensor:
@@ -128,8 +134,9 @@ def _unpacking_order(shape: tuple[int, ...], isa: str) -> torch.Tensor:
     return order
 
 
-def merge(parts: list[Prepared]) -> Prepared:
+def merge(parts: Iterable[Prepared]) -> Prepared:
     """One Prepared that does all of them."""
+    parts = tuple(parts)
     return Prepared(
         copies=tuple(pair for part in parts for pair in part.copies),
         kernels=tuple(pair for part in parts for pair in part.kernels),

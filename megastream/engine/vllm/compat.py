@@ -160,6 +160,30 @@ def moe_backend(module: Any) -> str:
     return str(backend.name) if backend is not None else type(method).__name__
 
 
+def expert_routers(model: torch.nn.Module) -> dict[int, tuple[str, Any | None]]:
+    """Global layer -> name of its experts' runner, and the router that chooses them; None where a kernel does."""
+    routers: dict[int, tuple[str, Any | None]] = {}
+    for name, module in model.named_modules():
+        experts: Any = getattr(module, "routed_experts", None)
+        if experts is None:
+            continue
+        router = getattr(module, "router", None)
+        is_inside = bool(getattr(experts.quant_method, "is_monolithic", False))
+        layer = next(int(part) for part in name.split(".") if part.isdecimal())
+        routers[layer] = (name, None if is_inside or not hasattr(router, "set_capture_fn") else router)
+    return routers
+
+
+def num_routed(router: Any) -> int:
+    """Number of global experts that a router chooses from."""
+    return int(router.global_num_experts)
+
+
+def watch_router(router: Any, chosen: Callable[[torch.Tensor], None]) -> None:
+    """Calls `chosen` with the global experts [tokens, top k] of every step, where the router chooses them."""
+    router.set_capture_fn(chosen)
+
+
 def cpu_moe_isa(module: Any) -> str | None:
     """Instruction set whose order the CPU experts are packed in; None when zentorch keeps the loader's layout."""
     experts = module.quant_method.moe_kernel.fused_experts
@@ -219,6 +243,11 @@ def padded_rows(module: torch.nn.Module) -> int:
     if shard is None:
         return 0
     return int(shard.num_elements_padded - shard.num_org_elements - shard.num_added_elements)
+
+
+def returns_experts(vllm_config: Any) -> bool:
+    """True when requests are told which experts they were routed to, for which vLLM watches the routers."""
+    return bool(getattr(vllm_config.model_config, "enable_return_routed_experts", False))
 
 
 def in_data_parallel(vllm_config: Any) -> bool:

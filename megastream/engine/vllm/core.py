@@ -9,8 +9,8 @@ from typing import Any
 
 from megastream.engine.vllm import compat, compat_core
 from megastream.engine.vllm.backend import NAME
-from megastream.engine.vllm.kv import check_policy
 from megastream.engine.vllm.port import PortSettings, VllmCorePort
+from megastream.engine.vllm.utilities import UTILITIES
 
 logger = logging.getLogger("vllm.megastream")
 
@@ -55,39 +55,9 @@ def patch(settings: Callable[[Any], PortSettings], wire: Wired) -> None:
     )
     compat_core.add_to_core("megastream", None)
     compat_core.add_to_core("megastream_end", None)
-    compat_core.add_to_core(megastream_records.__name__, megastream_records)
-    compat_core.add_to_core(megastream_status.__name__, megastream_status)
-    compat_core.add_to_core(megastream_kv.__name__, megastream_kv)
+    for utility in UTILITIES:
+        compat_core.add_to_core(utility.__name__, utility)
     compat_core.add_to_workers(megastream_call)
-
-
-def megastream_records(core: Any) -> dict[str, Any]:
-    """Core utility: see VllmCorePort.take_records."""
-    return _port(core).take_records()
-
-
-def megastream_status(core: Any) -> dict[str, Any]:
-    """Core utility: live version, reason of a poisoning (empty: none), and every rank's own view."""
-    port = _port(core)
-    return {"version": port.live_version(), "poisoned": port.poisoned, "ranks": port.ask_ranks("status", {})}
-
-
-def megastream_kv(core: Any, policy: str) -> None:
-    """Core utility: chooses another policy for keys and values of older versions, see kv.KvPolicy.
-
-    ValueError when it is unknown, or cannot be had from this vLLM.
-    """
-    chosen = check_policy(policy)
-    if chosen == "recompute":
-        compat_core.check_preemption(compat_core.config_of(core))
-    _port(core).kv.choose(chosen)
-
-
-def _port(core: Any) -> VllmCorePort:
-    port: VllmCorePort | None = core.megastream
-    if port is None:
-        raise RuntimeError('this engine does not serve megastream; give --weight-transfer-config {"backend": ...}')
-    return port
 
 
 def _with_port(loop: Callable[..., None], settings: Callable[[Any], PortSettings], wire: Wired) -> Callable[..., None]:

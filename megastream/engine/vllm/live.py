@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 
-from megastream.engine.contract import LiveModelError, WholeLoad
+from megastream.engine.contract import NO_RANGES, LiveModelError, WholeLoad
+from megastream.engine.parts import Ranges
 from megastream.engine.vllm import buffers as live_buffers
 from megastream.engine.vllm import compat, cpu_repairs
 from megastream.engine.vllm.buffers import LiveBuffer, Prepared
-from megastream.engine.vllm.refusals import refuse_buffer, refuse_config, refuse_modules
+from megastream.engine.vllm.expert_use import ExpertUse
+from megastream.engine.vllm.refusals import refuse_buffer, refuse_config, refuse_counting, refuse_modules
 from megastream.families import Family, ModelShape, family_of, load_shape
 from megastream.layout.engine import EngineParam, engine_rank_layout, whole_rank_layout
 from megastream.layout.shard import RankLayout
@@ -30,6 +32,7 @@ class VllmLiveModel:
     def __init__(self, model: torch.nn.Module, vllm_config: Any):
         self._model = model
         self._config = vllm_config
+        self._use: ExpertUse | None = None
         self._coords = _coordinates(vllm_config.parallel_config)
         self.rank = torch.distributed.get_rank()
         """Rank in the engine's world (TP x PP)."""
@@ -95,15 +98,31 @@ class VllmLiveModel:
     def read_live(self, buffer: str) -> torch.Tensor:
         return self._buffer(buffer).read()
 
-    def prepare(self, staging: Mapping[str, torch.Tensor]) -> Prepared:
+    def prepare(self, staging: Mapping[str, torch.Tensor], ranges: Mapping[str, Ranges] = NO_RANGES) -> Prepared:
         parts = []
         for name, flat in staging.items():
             buffer = self._buffer(name)
-            parts.append(buffer.prepare(flat.view(buffer.shape)))
+            new = flat.view(buffer.shape)
+            if name in ranges:
+                parts += [buffer.prepare(new, _rows(buffer, *extent)) for extent in ranges[name]]
+            else:
+                parts.append(buffer.prepare(new))
         return live_buffers.merge(parts)
 
-    def commit(self, prepared: Prepared) -> None:
-        live_buffers.apply(prepared)
+    def commit(self, *prepared: Prepared) -> None:
+        live_buffers.apply(live_buffers.merge(prepared))
+
+    def count_experts(self, device: torch.device) -> None:
+        """Counts how often experts are chosen from here on; before graphs are captured. LiveModelError says why not."""
+        refuse_counting(self._config)
+        self._use = ExpertUse(self._model, device)
+
+    def expert_use(self) -> Mapping[int, Sequence[float]]:
+        if self._use is None:
+            raise LiveModelError(
+                'this engine does not count how experts are used; start it with {"megastream": {"expert_use": true}}'
+            )
+        return self._use.read()
 
     def load_whole(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> WholeLoad:
         as_stored = ((name, full.view(self._family.file_shape(name, self._shape))) for name, full in tensors)
@@ -130,6 +149,14 @@ class VllmLiveModel:
     @property
     def _family(self) -> Family:
         return family_of(self._shape)
+
+
+def _rows(buffer: LiveBuffer, start: int, stop: int) -> slice:
+    """Elements [start, stop) of a buffer as rows of its first dim."""
+    row = prod(buffer.shape[1:])
+    if start % row or stop % row:
+        raise LiveModelError(f"elements {start} to {stop} of {buffer.name} are no whole rows of {row} elements")
+    return slice(start // row, stop // row)
 
 
 def _coordinates(parallel: Any) -> dict[str, int]:

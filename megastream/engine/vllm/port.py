@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,14 @@ from megastream.engine.vllm.board import Board
 from megastream.engine.vllm.kv import KvBook, KvPolicy
 from megastream.engine.vllm.spans import SpanBook
 from megastream.engine.vllm.worker import FIRST_LABEL
+from megastream.protocol.mix import Mix
 from megastream.protocol.records import RankCommit
 
 logger = logging.getLogger("vllm.megastream")
 
 WORKER_METHOD = "megastream_call"
+MOST_MIXES = 1024
+"""Mixes of which the versions of all units are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class VllmCorePort:
         self._reports = self._board.reports()
         self._keeps_records = settings.records
         self._records: list[tuple[int, str, dict[str, int]]] = []
+        self._mixes: dict[str, Mix] = {}
         self.kv = KvBook(settings.kv)
         self.spans = SpanBook(self.kv)
         self.updating = False
@@ -87,6 +91,11 @@ class VllmCorePort:
         self._board.close()
 
     @property
+    def label(self) -> str:
+        """What the next scheduled batch is stamped with."""
+        return self._label
+
+    @property
     def poisoned(self) -> str:
         """Why new requests are refused; empty when they are not."""
         return self._poison
@@ -96,6 +105,13 @@ class VllmCorePort:
         return compat_core.call_workers(self._core, WORKER_METHOD, (op, payload))
 
     def _commit(self, request: CommitRequest, done: Callable[[tuple[RankCommit, ...]], None]) -> None:
+        if self._poison and request.mix is not None:
+            done((self._refusal(),))
+            return
+        if self._poison:  # what the other units hold is not known
+            request = replace(request, units=None)
+        if request.mix is not None:
+            self._remember(request.mix)
         future = compat_core.ordered_call(self._core, WORKER_METHOD, ("commit", asdict(request)))
         # From here on: what is scheduled next runs behind the commit on every rank.
         self.set_live(request.label)
@@ -114,9 +130,32 @@ class VllmCorePort:
         if failed:
             first = failed[0]
             self.become_poisoned(f"commit of version {request.label} failed on rank {first.rank}: {first.error}")
-        else:
+        elif request.units is None:
             self.recover()
+        elif self._poison:  # since it was enqueued; it has not written every unit
+            ranks = (self._refusal(),)
         done(ranks)
+
+    def _refusal(self) -> RankCommit:
+        error = f"the engine is poisoned and takes a whole version only: {self._poison}"
+        return RankCommit(rank=-1, ok=False, stall_s=0.0, step=self._step, error=error)
+
+    def _remember(self, mix: Mix) -> None:
+        self._mixes[mix.label] = mix
+        while len(self._mixes) > MOST_MIXES:
+            del self._mixes[next(iter(self._mixes))]
+
+    def versions(self, label: str) -> dict[str, Any]:
+        """What a token's label means: `oldest`, `newest`, and for a mix the version of every unit in `units`.
+
+        ValueError when the label is none, or the mix is not among the last MOST_MIXES.
+        """
+        mix = self._mixes.get(label)
+        if mix is not None:
+            return {"oldest": mix.oldest, "newest": mix.newest, "units": mix.vector()}
+        if not label.isdecimal():
+            raise ValueError(f"{label!r} is no version, and not among the last {MOST_MIXES} mixes of this engine")
+        return {"oldest": int(label), "newest": int(label), "units": {}}
 
     def _call_ranks(self, op: str, payload: dict[str, Any], done: Callable[[tuple[dict[str, Any], ...]], None]) -> None:
         """At most one such call between two steps: with one rank a reply is there at once, and a caller that answers

@@ -41,6 +41,14 @@ def refuse_config(vllm_config: Any) -> None:
             raise LiveModelError(f"this engine cannot be patched in place: {what}; {remedy}")
 
 
+def refuse_counting(vllm_config: Any) -> None:
+    """What keeps the use of experts from being counted."""
+    if compat.returns_experts(vllm_config):
+        raise LiveModelError(
+            "use of experts cannot be counted, vLLM watches the routers: leave out --enable-return-routed-experts"
+        )
+
+
 def refuse_modules(model: torch.nn.Module) -> None:
     """Layers whose live weights have a private layout."""
     for name, module in model.named_modules():

@@ -26,8 +26,8 @@ class RecordError(RuntimeError):
 
 
 def megastream_version(core: Any) -> str:
-    """Core utility: the version that the next batch is stamped with; without ordered calls."""
-    return str(core.megastream.live_version())
+    """Core utility: the version that the next batch is stamped with, no exact one in a mix; without ordered calls."""
+    return str(core.megastream.label)
 
 
 def patch() -> None:

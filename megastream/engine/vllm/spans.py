@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megastream.engine.vllm.kv import KvBook
+from megastream.protocol.mix import mixed_versions
 
 KEY = "weight_versions"
 
@@ -19,6 +20,8 @@ class SpanBook:
     request with stop strings is ended by vLLM's front end, on an output of which the core cannot know that it is the
     last, so each of its outputs carries the spans so far. A request that its client aborts gets its last output
     from the front end alone: only vLLM 0.32's own field has its spans.
+
+    While a version becomes live in parts, spans also say `oldest` and `newest` of the versions that units held.
 
     `kv_versions` leave beside them: which versions computed the keys and values that these tokens attended to.
     """
@@ -60,4 +63,6 @@ def _extend(spans: list[dict[str, Any]], label: str, count: int) -> None:
         spans[-1]["end"] += count
         return
     start = spans[-1]["end"] if spans else 0
-    spans.append({"version": label, "start": start, "end": start + count})
+    mixed = mixed_versions(label)
+    between = {} if mixed is None else {"oldest": str(mixed[0]), "newest": str(mixed[1])}
+    spans.append({"version": label, **between, "start": start, "end": start + count})

@@ -83,7 +83,7 @@ class RankState:
             logger.error("step %d is stamped %s, but rank %d holds %s", self.step, label, self.rank, self.label)
 
     def commit(self, payload: dict[str, Any]) -> RankCommit:
-        """Commits what the agent has sealed for CommitRequest(**payload). Never raises.
+        """Commits what the agent has sealed for CommitRequest.read(payload). Never raises.
 
         The reply's stall is all time that the call took on this thread; on a GPU the copies follow behind it, see
         CommitTime. From the first copy on until all of them are made, the live version is unknown: weights of a commit
@@ -94,7 +94,9 @@ class RankState:
         with hooks.Guard() as guard, torch.no_grad(), self.times.measure(span):
             if self.agent is None:
                 raise RuntimeError("no agent is attached")
-            request = CommitRequest(**payload)
+            request = CommitRequest.read(payload)
+            if request.mix is not None and self.label == UNKNOWN_LABEL:
+                raise RuntimeError("weights of no known version take a whole version, not a part of one")
             span.label = request.label
             self.label = UNKNOWN_LABEL
             reply = self.agent.commit(request)

@@ -1,0 +1,179 @@
+"""A rank's staging under each gate: what is said when, which bytes a part makes live, what stays after a failure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megastream.engine.contract import CommitRequest
+from megastream.engine.parts import cut
+from megastream.engine.settings import EngineSettings
+from megastream.engine.stream import StreamSink
+from megastream.layout.shard import RankLayout
+from megastream.plan import build_plan
+from megastream.plan.types import Piece
+from megastream.plan.unit import experts_of
+from megastream.protocol.mix import Gate, Mix
+from megastream.protocol.staging import Key
+from tests.helpers.fake_engine import FakeLive
+from tests.helpers.plans import TERMS, header_of
+from tests.helpers.synthetic import FAMILY, differing, empty_buffers, engine_side, fill, trainer_side
+
+TRAINERS = trainer_side("tp1 pp2(2,1) ep2")
+ENGINES = engine_side("tp2 ep2")
+PLAN = build_plan(TRAINERS, ENGINES, FAMILY, kind="stream", piece_bytes=65536, experts_per_unit=2, finality="pipelined")
+TERM = replace(TERMS, plan_digest=PLAN.digest)
+IS_EARLY: dict[str, Any] = {
+    "stage": lambda unit: unit.startswith("s0"),
+    "idle_experts": lambda unit: experts_of(unit) is not None,
+}
+
+
+class Rank:
+    """An engine rank that holds version 0, and what its sink has said."""
+
+    def __init__(self, gate: Gate, layout: RankLayout = ENGINES[1]) -> None:
+        self.live, self.layout = FakeLive(layout), layout
+        self.said: list[Any] = []
+        settings = EngineSettings(liveness_s=5)
+        self.sink = StreamSink(
+            TERM, PLAN, layout, self.live, settings,
+            lambda key, elements, prepare_s: self.said.append((key.version, elements)),
+            lambda key, units: self.said.append((key.version, units)), gate,
+        )  # fmt: skip
+        self.pieces = PLAN.by_target[layout.rank]
+
+    def receive(self, version: int, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            header = header_of(piece, version, 0, TERM)
+            assert self.sink.admit(header, piece.source)
+            self.sink.write(header, packed(piece, version))
+            self.sink.settle(header)
+
+    def units(self) -> set[str]:
+        return {piece.unit for piece in self.pieces}
+
+    def commit(self, version: int, units: tuple[str, ...] | None, behind: tuple[str, ...] = ()) -> str:
+        mix = Mix(version - 1, version, tuple(units or ()), behind) if behind else None
+        return self.sink.commit(CommitRequest("i1", 1, version, 0, units, mix))
+
+    def tensors_not_of(self, version: int) -> set[str]:
+        return {name.split(" ")[1].strip("()") for name in differing(self.layout, self.live.buffers, version)}
+
+
+def packed(piece: Piece, version: int) -> torch.Tensor:
+    """The piece as its trainer rank sends it."""
+    buffers = sources.setdefault((piece.source, version), empty_buffers(TRAINERS[piece.source]))
+    if not any(buffer.any() for buffer in buffers.values()):
+        fill(TRAINERS[piece.source], buffers, version)
+    flat = buffers[piece.source_buffer]
+    copies = [flat.as_strided(c.shape, c.source_strides, c.source_offset).reshape(-1) for c in piece.copies]
+    return torch.cat(copies).view(torch.uint8)
+
+
+sources: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+
+
+@pytest.mark.parametrize("gate", ["stage", "idle_experts"])
+def test_a_part_is_live_before_the_rest_has_arrived(gate: Gate) -> None:
+    rank = Rank(gate)
+    early = tuple(sorted(filter(IS_EARLY[gate], rank.units())))
+    behind = tuple(sorted(rank.units() - set(early)))
+    assert early and behind
+    rank.receive(1, [piece for piece in rank.pieces if piece.unit in early])
+    assert {unit for _, units in rank.said for unit in units} == set(early)
+    assert len(rank.said) == {"stage": 1, "idle_experts": len(early)}[gate], "each part once"
+    assert rank.commit(1, early, behind) == ""
+    changed, unchanged = rank.tensors_not_of(0), rank.tensors_not_of(1)
+    assert changed == {c.tensor for piece in rank.pieces for c in piece.copies if piece.unit in early}
+    assert unchanged == {c.tensor for piece in rank.pieces for c in piece.copies if piece.unit in behind}
+    assert "not prepared here: units" in rank.commit(1, behind)
+    assert rank.tensors_not_of(1) == unchanged, "nothing is written unless all of it is there"
+    rank.receive(1, [piece for piece in rank.pieces if piece.unit in behind])
+    elements = sum(piece.num_elements for piece in rank.pieces)
+    assert rank.said[-1] == (1, elements) and [entry for entry in rank.said if entry == (1, elements)] == rank.said[-1:]
+    assert rank.commit(1, behind) == "" and rank.tensors_not_of(1) == set()
+    assert rank.sink._table.staged == () and not rank.sink._staged, "its staging is free again"
+
+
+def test_a_rank_that_holds_one_stage_says_that_it_is_sealed() -> None:
+    """Others may hold the rest: with pipeline stages on both sides, no rank holds more than one."""
+    rank = Rank("stage")
+    only = [piece for piece in rank.pieces if IS_EARLY["stage"](piece.unit)]
+    rank.sink._parts = cut(only, "stage")
+    assert len(rank.sink._parts) == 1
+    rank.receive(1, only)
+    assert rank.said == [(1, frozenset(piece.unit for piece in only)), (1, sum(piece.num_elements for piece in only))]
+
+
+def test_under_gate_version_nothing_is_said_before_everything_is_here() -> None:
+    rank = Rank("version")
+    rank.receive(1, list(rank.pieces[:-1]))
+    assert rank.said == [] and "not prepared" in rank.commit(1, None)
+    rank.receive(1, list(rank.pieces[-1:]))
+    assert len(rank.said) == 1 and rank.commit(1, None) == "" and rank.tensors_not_of(1) == set()
+
+
+def test_units_that_were_prepared_together_are_not_committed_apart() -> None:
+    rank = Rank("stage")
+    rank.receive(1, list(rank.pieces))
+    one = min(rank.units())
+    assert "prepared together, not one by one" in rank.commit(1, (one,), ("others",))
+    assert rank.tensors_not_of(0) == set()
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_copy_that_fails_is_made_again_once(failures: int) -> None:
+    rank = Rank("stage")
+    rank.receive(1, list(rank.pieces))
+    early = tuple(filter(IS_EARLY["stage"], rank.units()))
+    rank.live.break_commits = failures
+    assert rank.commit(1, early, ("others",)) == ("" if failures == 1 else "RuntimeError: injected: the copy failed")
+    assert rank.commit(1, None) == "" and rank.tensors_not_of(1) == set(), "and all of it from staging afterwards"
+
+
+def test_what_may_be_committed_stays_when_the_attachment_ends() -> None:
+    """The commit of a part can be under way; a version of which no part is sealed goes."""
+    rank = Rank("stage")
+    early = tuple(filter(IS_EARLY["stage"], rank.units()))
+    rank.receive(1, [piece for piece in rank.pieces if piece.unit in early])
+    rank.receive(2, list(rank.pieces[:1]))
+    rank.sink.end("a lane broke")
+    assert rank.sink._table.staged == (Key(1, 1, 0),)
+    assert rank.commit(1, early, ("others",)) == ""
+
+
+def test_a_part_that_others_hold_needs_nothing_here() -> None:
+    """With pipeline stages on both sides a rank has received nothing yet when the other one's stage becomes live."""
+    rank = Rank("stage")
+    assert rank.commit(1, ("others",), tuple(rank.units())) == ""
+    rank.receive(1, list(rank.pieces))
+    assert rank.commit(1, tuple(rank.units()), ("more",)) == "" and rank.sink._table.staged == (Key(1, 1, 0),)
+    assert rank.commit(1, ("more",)) == "" and rank.sink._table.staged == ()
+
+
+def test_what_was_taken_back_is_forgotten_although_a_part_of_it_is_live() -> None:
+    rank = Rank("stage")
+    early = tuple(filter(IS_EARLY["stage"], rank.units()))
+    rank.receive(1, [piece for piece in rank.pieces if piece.unit in early])
+    assert rank.commit(1, early, ("others",)) == "" and rank.sink._table.staged == (Key(1, 1, 0),)
+    rank.sink.withdrawn(1, 0)
+    assert rank.sink._table.staged == () and len(rank.sink._table.free_slots) == 2 and not rank.sink._staged
+    late = next(piece for piece in rank.pieces if piece.unit not in early)
+    assert not rank.sink.admit(header_of(late, 1, 0, TERM), late.source), "what still comes of it is thrown away"
+    rank.receive(2, list(rank.pieces))
+    assert rank.commit(2, None) == "" and rank.tensors_not_of(2) == set()
+
+
+def test_another_gate_holds_for_the_versions_that_come() -> None:
+    rank = Rank("version")
+    rank.receive(1, list(rank.pieces[:1]))
+    rank.sink.choose("stage")
+    rank.receive(1, list(rank.pieces[1:]))
+    assert [version for version, _ in rank.said] == [1]
+    assert rank.commit(1, None) == ""
+    rank.receive(2, list(rank.pieces))
+    assert [version for version, _ in rank.said] == [1, 2, 2, 2], "two stages, then the whole"
