@@ -1,6 +1,6 @@
 """A state machine for newest wins, over staging and commit tables together: random arrival orders, duplicates, losses,
-withdrawn pieces, failed commits, gates, late manifests, restarts. What a commit writes is simulated piece by piece, so
-the truth about live units never comes from the tables."""
+withdrawn pieces, versions that are skipped or taken back, failed commits, gates that change, late manifests, restarts.
+What a commit writes is simulated piece by piece, so the truth about live units never comes from the tables."""
 
 from __future__ import annotations
 
@@ -15,38 +15,15 @@ from megastream.protocol.header import PieceHeader
 from megastream.protocol.part_records import UnitsSealed
 from megastream.protocol.records import Accepted, Sealed, WeightsReady
 from megastream.protocol.staging import Key, PieceRefused, StagingTable, Verdict
-from tests.helpers.plans import PARTS, TERMS, header_of, plan_of_parts
-
-PLAN = plan_of_parts()
-RANKS, SETS = 2, 2
-LANES = sorted({(piece.source, piece.target) for piece in PLAN.pieces})
-HELD = {rank: [unit for unit, ranks in PARTS.items() if rank in ranks] for rank in range(RANKS)}
-
-
-class Rank:
-    """One engine rank: its staging with what every slot holds, and its live units."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.live: dict[str, int | None] = dict.fromkeys(HELD[rank], 0)
-        """None: a commit broke off, nobody knows."""
-        self.slots: list[dict[int, Key]] = [{} for _ in range(SETS)]
-        self.writing: list[tuple[PieceHeader, int]] = []
-
-    def write(self, key: Key, units: tuple[str, ...] | None) -> None:
-        """A commit: every piece of these units must lie in the version's slot."""
-        slot = self.slots[self.staging.slot_of(key)]
-        for unit in HELD[self.rank] if units is None else units:
-            if unit in self.live:
-                pieces = [p.seq for p in PLAN.by_target[self.rank] if p.unit == unit]
-                assert [slot.get(seq) for seq in pieces] == [key] * len(pieces), "staging holds something else"
-                self.live[unit] = key.version
+from megastream.protocol.step_records import Withdrawn
+from tests.helpers.counted_rank import CUTS, LANES, PLAN, RANKS, SETS, CountedRank, key_of, manifest_of
+from tests.helpers.plans import PARTS, TERMS, header_of
 
 
 class NewestWins(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.ranks = [Rank(rank) for rank in range(RANKS)]
+        self.ranks = [CountedRank(rank) for rank in range(RANKS)]
         self.version, self.attempt = 0, 0
         self.taken: list[PieceHeader] = []
         self.sent: dict[int, int] = {}
@@ -60,7 +37,10 @@ class NewestWins(RuleBasedStateMachine):
         self.table.skip_to(terms.base_version)
         self.lanes: dict[tuple[int, int], list[PieceHeader]] = {lane: [] for lane in LANES}
         self.records: list[Any] = []
-        self.units: set[tuple[int, Key, str]] = set()
+        self.unsettled: WeightsReady | None = None
+        """The manifest that the version accepted last will have."""
+        self.drops: list[Key] = []
+        """Taken back by the trainer, as the coordinator knows; ranks forget them behind the commit under way."""
         self.ended = False
         for rank in self.ranks:
             rank.writing.clear()
@@ -70,31 +50,59 @@ class NewestWins(RuleBasedStateMachine):
 
     # ---- the trainer
 
+    @property
+    def is_undecided(self) -> bool:
+        return self.version > self.terms.base_version and self.version not in self.sent
+
     @precondition(lambda self: not self.ended and sum(map(len, self.lanes.values())) < 2 * len(PLAN.pieces))
     @rule(accept=st.booleans())
     def emit(self, accept: bool) -> None:
         """The next version, or the last one once more when nobody has accepted it: what was sent of it is withdrawn."""
-        undecided = self.version > self.terms.base_version and self.version not in self.sent
-        self.version, self.attempt = (self.version, self.attempt + 1) if undecided else (self.version + 1, 0)
+        if self.unsettled is not None:
+            self.settle(back=False)
+        again = self.is_undecided
+        self.version, self.attempt = (self.version, self.attempt + 1) if again else (self.version + 1, 0)
         for piece in PLAN.pieces:
             header = header_of(piece, self.version, self.attempt, self.terms)
             self.lanes[piece.source, piece.target].append(header)
         if accept:
             self.accept()
 
-    @precondition(lambda self: not self.ended and self.version > self.terms.base_version)
+    @precondition(lambda self: not self.ended and self.is_undecided)
     @rule()
     def accept(self) -> None:
-        """What was emitted last counts. Its manifest follows, perhaps long after."""
-        if self.version in self.sent:
-            return
+        """What was emitted last counts. Its manifest follows before the next version, and is heard perhaps late."""
         self.sent[self.version] = self.attempt
-        name = {"attachment": "i1", **Key(self.terms.incarnation, self.version, self.attempt)._asdict()}
-        self.records.append(Accepted(**name, train_step=0))
-        elements = sum(PLAN.elements.values())
-        self.records.append(WeightsReady(**name, train_step=0, plan_digest="digest", units=(), elements=elements))
+        key = Key(self.terms.incarnation, self.version, self.attempt)
+        self.records.append(Accepted(attachment="i1", train_step=0, **key._asdict()))
+        self.unsettled = manifest_of(key)
         for rank in self.ranks:
             rank.staging.accepted(self.version, self.attempt)
+
+    @precondition(lambda self: self.unsettled is not None)
+    @rule(back=st.sampled_from([False, False, True]))
+    def settle(self, back: bool) -> None:
+        """All of the accepted version has left; or it was not packed when weights had to change, and is taken back."""
+        manifest, self.unsettled = self.unsettled, None
+        self.withdraw(manifest) if back else self.records.append(manifest)
+
+    def withdraw(self, manifest: WeightsReady) -> None:
+        """What has not left yet never does."""
+        for lane, queue in self.lanes.items():
+            self.lanes[lane] = [header for header in queue if header.version != manifest.version]
+        self.records.append(Withdrawn(attachment="i1", **key_of(manifest)._asdict()))
+
+    @precondition(lambda self: not self.ended and self.version in self.sent)
+    @rule()
+    def skip(self) -> None:
+        """This engine was too slow for a version: it goes to others only."""
+        self.version, self.attempt = self.version + 1, 0
+        self.sent[self.version] = -1
+
+    @rule(gate=st.sampled_from(sorted(CUTS)), first=st.booleans())
+    def choose_gate(self, gate: str, first: bool) -> None:
+        """Ranks hear of it one behind the other."""
+        self.ranks[not first].gate = gate
 
     # ---- lanes
 
@@ -115,7 +123,7 @@ class NewestWins(RuleBasedStateMachine):
             return False
         self.lanes[lane].pop(0)
         if admission.verdict is Verdict.TAKE:
-            rank.writing.append((header, admission.slot))
+            rank.take(header, admission.slot)
             self.taken.append(header)
         return True
 
@@ -131,7 +139,7 @@ class NewestWins(RuleBasedStateMachine):
                 pass
         for rank in self.ranks:
             while rank.writing:
-                self.put(rank, *rank.writing.pop())
+                self.records += rank.put(*rank.writing.pop())
         while self.records:
             self.tell(self.records.pop())
 
@@ -156,24 +164,11 @@ class NewestWins(RuleBasedStateMachine):
                 rank.staging.lost(header)
                 self.end()
                 return
-            self.put(rank, header, slot)
-
-    def put(self, rank: Rank, header: PieceHeader, slot: int) -> None:
-        key = Key(header.incarnation, header.version, header.attempt)
-        assert rank.staging.slot_of(key) == slot, "a slot was given away while it was being written"
-        rank.slots[slot][header.seq] = key
-        progress = rank.staging.arrived(header)
-        name = {"attachment": "i1", "rank": rank.rank, "plan_digest": "digest", **key._asdict()}
-        if progress.unit:
-            rank.staging.stay(key)
-            self.records.append(UnitsSealed(**name, units=(header.unit,)))
-        if progress.rank:
-            elements = sum(n for (_, target), n in PLAN.elements.items() if target == rank.rank)
-            self.records.append(Sealed(**name, elements=elements, prepare_s=0.0))
+            self.records += rank.put(header, slot)
 
     def end(self) -> None:
         """A lane broke: the attachment ends, but a commit that is under way still happens."""
-        self.ended = True
+        self.ended, self.unsettled = True, None
         self.table.close()
         for rank in self.ranks:
             rank.staging.end()
@@ -195,20 +190,31 @@ class NewestWins(RuleBasedStateMachine):
             count -= 1
 
     def tell(self, record: Any) -> None:
-        table = self.table
-        take = {Sealed: table.sealed, UnitsSealed: table.units_sealed, Accepted: table.accepted}
-        take.get(type(record), table.manifest)(record)
+        take = {Sealed: self.table.sealed, UnitsSealed: self.table.units_sealed, Accepted: self.table.accepted}
+        {**take, WeightsReady: self.table.manifest, Withdrawn: self.take_back}[type(record)](record)
+
+    def take_back(self, record: Withdrawn) -> None:
+        self.table.withdrawn(key_of(record))
+        self.drops.append(key_of(record))
+        self.drop_if_idle()
+
+    def drop_if_idle(self) -> None:
+        """An ordered call: it runs behind a commit that was enqueued before it."""
+        if self.table.in_flight is None:
+            for key in self.drops:
+                for rank in self.ranks:
+                    rank.staging.withdrawn(key.version, key.attempt)
+            self.drops.clear()
 
     @precondition(lambda self: self.table.next_early() is not None)
-    @rule(data=st.data())
-    def start_part(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), cut=st.sampled_from(["stage", "units"]))
+    def start_part(self, data: st.DataObject, cut: str) -> None:
         """Any gate: some of the units that may become live early, but never the last ones."""
         key, units = self.table.next_early()
-        ahead = self.table.mix.ahead if self.table.mix else ()
-        most = len(PARTS) - 1 - len(ahead)
-        if most:
-            part = data.draw(st.lists(st.sampled_from(sorted(units)), min_size=1, max_size=most, unique=True))
-            self.begin_commit(key, tuple(part))
+        names = data.draw(st.lists(st.sampled_from(sorted({*map(CUTS[cut], units)})), min_size=1, unique=True))
+        part = tuple(unit for unit in sorted(units) if CUTS[cut](unit) in names)
+        if self.table.is_part(key, part):
+            self.begin_commit(key, part)
 
     @precondition(lambda self: self.table.next_commit() is not None)
     @rule()
@@ -227,7 +233,10 @@ class NewestWins(RuleBasedStateMachine):
     @precondition(lambda self: self.table.in_flight is not None)
     @rule(fails=st.sampled_from([False] * 5 + [True]), data=st.data())
     def finish(self, fails: bool, data: st.DataObject) -> None:
-        broken = data.draw(st.sampled_from(self.ranks)) if fails else None
+        self.complete(data.draw(st.sampled_from(self.ranks)) if fails else None)
+
+    def complete(self, broken: CountedRank | None = None) -> None:
+        """The ranks carry the ordered commit out, and `broken` says that it could not."""
         for rank in self.ranks:
             before = dict(rank.live)
             rank.write(self.key, self.units_to_write)
@@ -236,6 +245,7 @@ class NewestWins(RuleBasedStateMachine):
             if not self.part:
                 rank.staging.committed(self.key.version)
         self.table.finish(ok=broken is None)
+        self.drop_if_idle()
 
     @precondition(lambda self: self.table.mix is not None)
     @rule()
@@ -255,10 +265,7 @@ class NewestWins(RuleBasedStateMachine):
     @invariant()
     def never_backwards(self) -> None:
         for rank in self.ranks:
-            known = {unit: version for unit, version in rank.live.items() if version is not None}
-            highest = getattr(rank, "highest", {})
-            assert all(version >= highest.get(unit, 0) for unit, version in known.items())
-            rank.highest = {**highest, **known}
+            rank.check_never_backwards()
 
     @invariant()
     def staging_is_given_back(self) -> None:
@@ -271,12 +278,13 @@ class NewestWins(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever happened: once one more version is let through, it is live everywhere and all staging is free."""
         if self.table.in_flight is not None:
-            self.finish_well()
+            self.complete()
         if self.ended:
             return
-        if self.version > self.terms.base_version:
+        if self.is_undecided:
             self.accept()
         self.emit(accept=True)
+        self.settle(back=False)
         for _ in range(50):
             if self.table.live == self.version:
                 break
@@ -289,11 +297,4 @@ class NewestWins(RuleBasedStateMachine):
         self.arrive(LANES)
         if (key := self.table.next_commit()) is not None:
             self.begin_commit(key, ())
-            self.finish_well()
-
-    def finish_well(self) -> None:
-        for rank in self.ranks:
-            rank.write(self.key, self.units_to_write)
-            if not self.part:
-                rank.staging.committed(self.key.version)
-        self.table.finish(ok=True)
+            self.complete()

@@ -36,8 +36,9 @@ class Early(NewestWins):
     def tell(self, record: Any) -> None:
         super().tell(record)
         if isinstance(record, UnitsSealed):
-            for rank in PARTS[record.units[0]]:
-                super().tell(msgspec.structs.replace(record, rank=rank))
+            for unit in record.units:
+                for rank in PARTS[unit]:
+                    super().tell(msgspec.structs.replace(record, rank=rank, units=(unit,)))
 
 
 class Leaking(NewestWins):
@@ -59,9 +60,29 @@ class Forgetful(NewestWins):
             self.units_to_write = tuple(unit for unit in PARTS if unit not in ahead)
 
 
+class Hasty(NewestWins):
+    """Broken: ranks forget what the trainer took back as soon as it says so, and not behind a commit of a part."""
+
+    def withdraw(self, manifest: Any) -> None:
+        super().withdraw(manifest)
+        for rank in self.ranks:
+            rank.staging.withdrawn(manifest.version, manifest.attempt)
+
+
+class Splitting(NewestWins):
+    """Broken: units become live apart that a rank has prepared together, because its gate was another one."""
+
+    def begin(self, terms: Any) -> None:
+        super().begin(terms)
+        self.table._splits = lambda key, units: False  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
     "broken",
-    [Backwards, Leaking, *(pytest.param(machine, marks=pytest.mark.full) for machine in (Early, Forgetful))],
+    [
+        Leaking,
+        *(pytest.param(machine, marks=pytest.mark.full) for machine in (Backwards, Early, Forgetful, Hasty, Splitting)),
+    ],
 )
 def test_the_machine_finds_what_is_broken(broken: type[NewestWins]) -> None:
     search = settings(max_examples=400, stateful_step_count=60, deadline=None, database=None, phases=[Phase.generate])
