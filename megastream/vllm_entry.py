@@ -26,7 +26,18 @@ from megastream.engine.attachment import Attachment
 from megastream.engine.coordinator import Coordinator
 from megastream.engine.settings import EngineSettings
 from megastream.engine.tally import EngineTally
-from megastream.engine.vllm import compat, compat_core, compat_metrics, core, cpu_repairs, ended, front, routes, serving
+from megastream.engine.vllm import (
+    compat,
+    compat_core,
+    compat_metrics,
+    core,
+    cpu_repairs,
+    ended,
+    forked,
+    front,
+    routes,
+    serving,
+)
 from megastream.engine.vllm.backend import NAME, MegastreamEngine
 from megastream.engine.vllm.kv import KvPolicy, check_policy
 from megastream.engine.vllm.live import VllmLiveModel
@@ -164,6 +175,7 @@ def register() -> None:
     compat_metrics.share_page()
     compat_metrics.expose(FiguresCollector())
     cpu_repairs.apply()
+    forked.fork_workers()
     core.patch(read_port_settings, wire_core)
     compat_core.add_to_core(routes.VERSION_UTILITY, routes.megastream_version)
     ended.patch()

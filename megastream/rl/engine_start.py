@@ -20,18 +20,26 @@ def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     """AsyncLLM.from_engine_args. Blocks until the engine is up; call it where the engine's loop will run.
 
     vLLM's default is to fork its core and its workers. On a CPU it insists on new processes instead, each of which
-    imports torch and vLLM anew, the workers behind the core and the core behind us: most of a small engine's start.
-    Here they are forked on a CPU too, while torch runs on one thread (OMP_NUM_THREADS=1): a pool of libgomp's threads
-    would not live through a fork.
+    imports torch and vLLM anew. Here they are forked on a CPU too where `may_fork` says so. Otherwise the core starts
+    anew, and our plugin in it has the workers forked.
     """
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    with _forking(current_platform.is_cpu() and torch.get_num_threads() == 1):
+    with _forking(may_fork()):
         return AsyncLLM.from_vllm_config(
             config,
             usage_context=UsageContext.ENGINE_CONTEXT,
             enable_log_requests=arguments.enable_log_requests,
             disable_log_stats=arguments.disable_log_stats,
         )
+
+
+def may_fork() -> bool:
+    """On a CPU, if this process has one thread, and torch as well (OMP_NUM_THREADS=1).
+
+    A child has no copy of other threads: it waits for ever for a lock that one of them held, or for the end of one that
+    an object of the parent owns, as gloo's do. A pool of libgomp's threads does not live through a fork either.
+    """
+    return current_platform.is_cpu() and len(os.listdir("/proc/self/task")) == 1 and torch.get_num_threads() == 1
 
 
 @contextmanager

@@ -18,6 +18,7 @@ What gloo (torch 2.13, TCP) does, and what follows from it here:
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -38,6 +39,8 @@ PAYLOAD_TAG, TRAILER_TAG, ACK_TAG, ABORT_TAG = 1, 2, 3, 4
 _FOREVER = timedelta(days=365)
 _TIMER_S = 0.005  # gloo counts in milliseconds, and may come back a little early
 _STORE_TIMEOUT = timedelta(seconds=30)
+
+_OF_PARENT: list[Any] = []
 
 
 class PairTimeout(Exception):
@@ -99,7 +102,7 @@ class GlooPair:
             raise (PairTimeout if late else PairBroken)(_one_line(error)) from error
         self._group.set_timeout(_FOREVER)
         # A group with a posted header joins its thread when it is destroyed: forgotten, it would hold up the exit.
-        self._finalize = weakref.finalize(self, _abort, self._group, self.peer)
+        self._finalize = weakref.finalize(self, _end, self._group, self.peer, os.getpid())
 
     def limit(self, seconds: float) -> None:
         """What is posted from now on lives for so long at most, also when nobody waits for it any more."""
@@ -146,6 +149,15 @@ def wait(work: Work, until: float) -> None:
     except RuntimeError as error:
         kind = PairTimeout if time.monotonic() >= until - _TIMER_S else PairBroken
         raise kind(_one_line(error)) from error
+
+
+def _end(group: Any, peer: int, pid: int) -> None:
+    """In a process forked from the one that made the group, its threads do not exist, and whatever waits for them would
+    wait for ever: `_abort` and the group's destructor. There the group is kept until the process exits."""
+    if os.getpid() != pid:
+        _OF_PARENT.append(group)
+        return
+    _abort(group, peer)
 
 
 def _abort(group: Any, peer: int) -> None:

@@ -122,6 +122,10 @@ class Engine:
         """A core utility."""
         return await self.llm.engine_core.call_utility_async(utility, *args)
 
+    def cores(self) -> list[Any]:
+        """The engine core's process, as vLLM keeps it."""
+        return list(self.llm.engine_core.resources.engine_manager.processes)
+
     async def ranks(self, method: str, *args: Any) -> list[Any]:
         """A worker method on every rank."""
         return await self.llm.collective_rpc(method, args=args)

@@ -6,6 +6,7 @@ break the fence on purpose, so that a test sees the tokens that come out of a br
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 from concurrent.futures import Future
@@ -72,6 +73,10 @@ class FeedAgent:
 
 class Feeder:
     """Worker extension. Methods return plain data and must not raise."""
+
+    def feed_process(self) -> str:
+        """How this worker began: ForkProcess or SpawnProcess."""
+        return type(multiprocessing.current_process()).__name__
 
     def feed_install(self) -> None:
         from vllm.distributed import get_tp_group
