@@ -68,6 +68,9 @@ class Landing:
             _write_synced(self.files / name, data)
         for folder in (*(path for path in self.files.rglob("*") if path.is_dir()), self.files):
             _sync(folder)
+        # A swap leaves the old files where the new ones were: a journal beside them would have them published again.
+        (self.work / "journal").unlink()
+        _sync(self.work)
         if self.target.exists():
             _exchange(self.files, self.target)
         else:

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megastream.convert import landing
+from megastream.convert.forms import Options
+from megastream.convert.run import convert
 from megastream.convert.safetensors_file import read_header
+from megastream.convert.types import ConvertError
 from tests.helpers.convert_models import converted, difference, write_hf
 
 ROOT = Path(__file__).parents[2]
@@ -60,9 +64,11 @@ def kill_and_resume(source: Path, target: Path, to: str, layout: str, kills: int
             process.communicate(timeout=120)
         if process.returncode == 0:
             break
-        killed += 1
-        resume = "yes"
-        assert (target.with_name(f".{target.name}.converting") / "journal").exists()
+        if (target.with_name(f".{target.name}.converting") / "journal").exists():
+            killed, resume = killed + 1, "yes"
+        else:  # it was past its last step; there is nothing to resume
+            assert difference(source, target) is None
+            resume = ""
     return killed
 
 
@@ -84,6 +90,31 @@ def test_killed_at_random_moments(tmp_path: Path, to: str, layout: str, kills: i
     assert killed >= 1, "no kill fell into a conversion"
     assert difference(source, target) is None
     assert before and sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def rewrite(source: Path, target: Path, resume: bool = False) -> None:
+    convert(source, target, Options(to="hf"), lambda done, total: None, overwrite=True, resume=resume)
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_killed_right_after_the_new_files_got_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
+) -> None:
+    source, target = write_hf(tmp_path / "a"), tmp_path / "b"
+    if swaps:
+        write_hf(target, layers=2, experts=4)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(landing.shutil, "rmtree", lambda path, **_: killed() if path.name == ".b.converting" else None)
+        rewrite(source, target)
+    with pytest.raises(ConvertError, match="nothing of .* to resume; leave --resume out"):
+        rewrite(source, target, resume=True)
+    assert difference(source, target) is None
+    rewrite(source, target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_what_was_there_stays_while_it_is_written(tmp_path: Path) -> None:
