@@ -17,7 +17,7 @@ from tests.distributed.test_emit_gloo import Way, check_arrivals
 from tests.helpers.against_stock import forward_backward, masked_batches, random_checkpoint, write_checkpoint
 from tests.helpers.mtp_reference import mtp_loss
 from tests.helpers.ranks import run_ranks
-from tests.helpers.steps import ALL, STEPS, Run, compare, mixed_clip, train_all
+from tests.helpers.steps import STEPS, Run, compare, compare_clipped, in_turn, train_all
 from tests.helpers.tiny import hf_config, tiny_config, tiny_glm4
 from tests.helpers.training import adapter_of
 
@@ -31,25 +31,23 @@ def test_pp2_ep2_equals_stock_when_every_step_is_undone() -> None:
         assert speculative["late"] == 1 and speculative["early"] == speculative["buckets"] - 1
 
 
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2 ep2, two layers": (4, dict(pp=2, ep=2, mtp_layers=2)),
+    "ep2 fp32": (2, dict(ep=2, dtype="float32")),
+    "pp2 vpp2 recompute": (2, dict(pp=2, vpp=2, recompute="full")),
+    "tp2 ep2 alltoall": (2, dict(tp=2, ep=2, etp=1, dispatcher="alltoall")),
+    "pp2 dp2 uneven overlapped": (
+        4,
+        dict(pp=2, stage_layers=(3, 1), overlap_grad_reduce=True, ddp_bucket_elements=20_000),
+    ),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("settings", "world_size"),
-    [
-        (dict(pp=2, ep=2, mtp_layers=2), 4),
-        (dict(ep=2, dtype="float32"), 2),
-        (dict(pp=2, vpp=2, recompute="full"), 2),
-        (dict(tp=2, ep=2, etp=1, dispatcher="alltoall"), 2),
-        (dict(pp=2, stage_layers=(3, 1), overlap_grad_reduce=True, ddp_bucket_elements=20_000), 4),
-    ],
-    ids=["pp2 ep2, two layers", "ep2 fp32", "pp2 vpp2 recompute", "tp2 ep2 alltoall", "pp2 dp2 uneven overlapped"],
-)
-@pytest.mark.parametrize("clip", ["never", "always", "sometimes"])
-def test_other_layouts_equal_stock(settings: dict[str, Any], world_size: int, clip: str) -> None:
-    settings = {"mtp_layers": 1, **settings}
-    plain = tiny_glm4(clip=0.0, **settings)
-    limit = {"never": 0.0, "always": 0.3}.get(clip) or (mixed_clip(plain, world_size) if clip == "sometimes" else 0.0)
-    policies = ("whole", "pipelined", "speculative") if limit else ALL
-    compare(tiny_glm4(clip=limit, **settings), world_size, policies)
+@pytest.mark.parametrize(("name", "clip"), in_turn(tuple(LAYOUTS)))
+def test_other_layouts_equal_stock(name: str, clip: str) -> None:
+    world_size, settings = LAYOUTS[name]
+    compare_clipped(lambda limit: tiny_glm4(clip=limit, **{"mtp_layers": 1, **settings}), world_size, clip)
 
 
 @pytest.mark.full

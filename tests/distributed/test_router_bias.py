@@ -14,7 +14,7 @@ from megastream.trainer.config import TrainerConfig
 from megastream.trainer.router_bias import BUFFER
 from tests.distributed.test_matrix import compare_steps
 from tests.helpers.ranks import run_ranks
-from tests.helpers.steps import ALL, STEPS, Run, SkippedStep, compare, mixed_clip, train_all
+from tests.helpers.steps import STEPS, Run, SkippedStep, compare, compare_clipped, in_turn, train_all
 from tests.helpers.tiny import tiny_glm4
 from tests.helpers.training import adapter_of, router_biases
 
@@ -38,25 +38,24 @@ def test_a_bias_that_leaves_before_finalize_model_grads_shows() -> None:
         assert stock["sent biases"][:-1] == broken["sent biases"][1:]
 
 
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2 ep2": (4, dict(pp=2, ep=2)),
+    "ep2 fp32": (2, dict(ep=2, dtype="float32")),
+    "pp2 vpp2 recompute": (2, dict(pp=2, vpp=2, recompute="full")),
+    "tp2 ep2 alltoall": (2, dict(tp=2, ep=2, etp=1, dispatcher="alltoall")),
+    "cp2": (2, dict(cp=2)),
+    "pp2 dp2 overlapped": (
+        4,
+        dict(pp=2, stage_layers=(1, 3), overlap_grad_reduce=True, ddp_bucket_elements=20_000),
+    ),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("settings", "world_size"),
-    [
-        (dict(pp=2, ep=2), 4),
-        (dict(ep=2, dtype="float32"), 2),
-        (dict(pp=2, vpp=2, recompute="full"), 2),
-        (dict(tp=2, ep=2, etp=1, dispatcher="alltoall"), 2),
-        (dict(cp=2), 2),
-        (dict(pp=2, stage_layers=(1, 3), overlap_grad_reduce=True, ddp_bucket_elements=20_000), 4),
-    ],
-    ids=["pp2 ep2", "ep2 fp32", "pp2 vpp2 recompute", "tp2 ep2 alltoall", "cp2", "pp2 dp2 overlapped"],
-)
-@pytest.mark.parametrize("clip", ["never", "always", "sometimes"])
-def test_other_layouts_equal_stock(settings: dict[str, Any], world_size: int, clip: str) -> None:
-    plain = tiny_glm4(clip=0.0, **settings)
-    limit = {"never": 0.0, "always": 0.3}.get(clip) or (mixed_clip(plain, world_size) if clip == "sometimes" else 0.0)
-    policies = ("whole", "pipelined", "speculative") if limit else ALL
-    results = compare(tiny_glm4(clip=limit, **settings), world_size, policies)
+@pytest.mark.parametrize(("name", "clip"), in_turn(tuple(LAYOUTS)))
+def test_other_layouts_equal_stock(name: str, clip: str) -> None:
+    world_size, settings = LAYOUTS[name]
+    results = compare_clipped(lambda limit: tiny_glm4(clip=limit, **settings), world_size, clip)
     assert all(len(set(stock["sent biases"])) > STEPS // 2 for stock, *_ in results[-1:])
 
 

@@ -17,13 +17,13 @@ from megastream.trainer.early import DamagedWeights
 from megastream.trainer.stepper import Listener
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import (
-    ALL,
     STEPS,
     Run,
     SkippedStep,
     compare,
+    compare_clipped,
     forward_backward,
-    mixed_clip,
+    in_turn,
     train_all,
 )
 from tests.helpers.tiny import tiny_config
@@ -59,31 +59,26 @@ def test_all_ranks_withdraw_though_one_stepped_nothing_early() -> None:
         assert stock["clipped"] == speculative["withdrawn"] == speculative["aborts"] == STEPS
 
 
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2 fp32": (2, dict(dtype="float32")),
+    "dp2 bf16": (2, dict()),
+    "pp2 ep2 fp32": (4, dict(pp=2, ep=2, dtype="float32")),
+    "pp2 ep2": (4, dict(pp=2, ep=2)),
+    "pp2 dp2 tied": (4, dict(pp=2, tied=True)),
+    "pp3": (3, dict(pp=3, layers=6)),
+    "pp2 tp2": (4, dict(pp=2, tp=2)),
+    "tp2 ep2 etp1 fp32": (2, dict(tp=2, ep=2, etp=1, dtype="float32")),
+    "pp2 vpp2 alltoall": (2, dict(pp=2, vpp=2, dispatcher="alltoall")),
+    "pp2 vpp2 tied dp2 fp32": (4, dict(pp=2, vpp=2, tied=True, dtype="float32")),
+    "pp2 ep2, stock buckets overlapped": (4, dict(pp=2, ep=2, overlap_grad_reduce=True, ddp_bucket_elements=20000)),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name, settings, world_size",
-    [
-        ("dp2 fp32", dict(dtype="float32"), 2),
-        ("dp2 bf16", dict(), 2),
-        ("pp2 ep2 fp32", dict(pp=2, ep=2, dtype="float32"), 4),
-        ("pp2 ep2", dict(pp=2, ep=2), 4),
-        ("pp2 dp2 tied", dict(pp=2, tied=True), 4),
-        ("pp3", dict(pp=3, layers=6), 3),
-        ("pp2 tp2", dict(pp=2, tp=2), 4),
-        ("tp2 ep2 etp1 fp32", dict(tp=2, ep=2, etp=1, dtype="float32"), 2),
-        ("pp2 vpp2 alltoall", dict(pp=2, vpp=2, dispatcher="alltoall"), 2),
-        ("pp2 vpp2 tied dp2 fp32", dict(pp=2, vpp=2, tied=True, dtype="float32"), 4),
-        ("pp2 ep2, stock buckets overlapped", dict(pp=2, ep=2, overlap_grad_reduce=True, ddp_bucket_elements=20000), 4),
-    ],
-)
-@pytest.mark.parametrize("clip", ["never", "always", "sometimes"])
-def test_other_layouts_equal_stock(name: str, settings: dict[str, Any], world_size: int, clip: str) -> None:
-    """`sometimes`: about half of the steps are clipped, so that undone and kept steps follow each other."""
-    plain = tiny_config(clip=0.0, **settings)
-    limit = {"never": 0.0, "always": 0.3}.get(clip) or (mixed_clip(plain, world_size) if clip == "sometimes" else 0.0)
-    config = tiny_config(clip=limit, **settings)
-    policies = ("whole", "pipelined", "speculative") if limit else ALL
-    for ranks in compare(config, world_size, policies):
+@pytest.mark.parametrize(("name", "clip"), in_turn(tuple(LAYOUTS)))
+def test_other_layouts_equal_stock(name: str, clip: str) -> None:
+    world_size, settings = LAYOUTS[name]
+    for ranks in compare_clipped(lambda limit: tiny_config(clip=limit, **settings), world_size, clip):
         aborts = next(run["aborts"] for run in ranks if run["finality"] == "speculative")
         assert aborts == {"never": 0, "always": STEPS}.get(clip, ranks[0]["clipped"])
         assert clip != "sometimes" or 0 < aborts < STEPS

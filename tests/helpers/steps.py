@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,9 @@ from tests.helpers.training import adapter_of, digest, outcome, parameters, rout
 
 STEPS = 20
 ALL = ("whole", "pipelined", "early", "speculative")
+
+CLIPS = ("sometimes", "always", "never")
+"""Which steps are clipped. With `sometimes` about half are, so that undone and kept steps follow each other."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,19 @@ def compare(
 def train_all(config: TrainerConfig, world_size: int, runs: tuple[Run, ...]) -> list[list[dict[str, Any]]]:
     timeout_s = 400 if world_size > torch.cuda.device_count() > 0 else 150  # ranks that share a GPU take turns
     return run_ranks(_body, world_size, config=config, runs=runs, timeout_s=timeout_s)
+
+
+def in_turn(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Each layout with one of CLIPS. All pairs of settings stand in tests/distributed/test_matrix.py."""
+    return [(name, CLIPS[index % len(CLIPS)]) for index, name in enumerate(names)]
+
+
+def compare_clipped(make: Callable[[float], TrainerConfig], world_size: int, clip: str) -> list[list[dict[str, Any]]]:
+    """`compare` of one of CLIPS; `make` gives the config with a clipping norm, 0 for none."""
+    if clip == "never":
+        return compare(make(0.0), world_size, ("pipelined", "early", "speculative"))
+    limit = 0.3 if clip == "always" else mixed_clip(make(0.0), world_size)
+    return compare(make(limit), world_size, ("pipelined", "speculative"))
 
 
 def mixed_clip(config: TrainerConfig, world_size: int) -> float:
