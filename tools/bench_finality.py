@@ -7,14 +7,23 @@ turns, every model takes a block of two steps; a block of a policy and the stock
 Pieces go into lanes that only count. A block ends when everything of it has left, so that no cost is hidden.
 
 Timeline: from the end of the last backward (of all ranks) until the first unit, half of the bytes, and all bytes have
-left, in percent of the step, medians; negative: before that backward ended. `slots`: for how long packing waited for a
-free slot, in ms, median. Cost: the mean paired difference to stock in percent, with its 95 % confidence interval (of
-Student's t); `stock again` is a second stock model. It holds or fails with at least 30 pairs, with fewer there is no
-verdict. Memory: peak of what a step allocates beyond what a stock step does, behind the warm-up, so without what
-`speculative` keeps; that, too, both in fp32 copies of the rank's optimizer shard. `aborting` is speculative with every
-step clipped, and never falls back. A row is invalid whose bytes are not the plan's, or with a step that was taken back
-where none should be, or not where all should be. `+slice` behind a policy: every replica sends what it steps, before
-the gather, instead of one replica after it; in one run with the same policy without it (`--dp 2 --policies pipelined
+left, in percent of the step, medians; negative: before that backward ended. It is stage 0's: in 1F1B a stage makes its
+last backward from the gradient that the next stage sends at the end of its own, so all others end a backward earlier,
+but for the moment that it takes them to see that it was sent. `slots`: for how long packing waited for a free slot, in
+ms, median.
+
+Two verdicts a row, with at least 30 pairs; with fewer there is none. `bytes`, with two stages and 8 microbatches: under
+`speculative` and `early` half of the bytes have left before the last backward ends; under `pipelined` the first unit,
+half and all of the bytes leave no later than under `whole`, step against step of the same round. It holds when the 95 %
+confidence interval of that median (by the sign test) is not above 0, fails when all of it is, and is open between.
+`cost`: the mean paired difference to stock in percent, with its 95 % confidence interval (of Student's t), is not above
+3 % or the spread of stock; `stock again` is a second stock model.
+
+Memory: peak of what a step allocates beyond what a stock step does, behind the warm-up, so without what `speculative`
+keeps; that, too, both in fp32 copies of the rank's optimizer shard. `aborting` is speculative with every step clipped,
+and never falls back. A row is invalid whose bytes are not the plan's, or with a step that was taken back where none
+should be, or not where all should be. `+slice` behind a policy: every replica sends what it steps, before the gather,
+instead of one replica after it; in one run with the same policy without it (`--dp 2 --policies pipelined
 pipelined+slice`) that is the comparison of both.
 
 Exit code 1 when a row fails or is invalid, or when a process fails or does not end in time.
@@ -24,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import statistics
 import tempfile
@@ -38,6 +48,8 @@ from bench_finality_rank import ABORTING, POLICIES, SLICES, Rank
 SPREAD = "stock again"
 MOST_PERCENT = 3.0
 LEAST_PAIRS = 30
+STAGES, MICROBATCHES = 2, 8  # of the runs in which it is said when bytes leave
+MOMENTS = ("first", "half", "all")
 
 
 def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
@@ -65,7 +77,7 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
 
 
 def timeline(name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the steps of one policy, from what all ranks saw."""
+    """Medians over the steps of one policy, from what all ranks saw; `percent` has the moments of every step."""
     seen = [rank["seen"][name] for rank in ranks]
     rows: dict[str, list[float]] = {"first": [], "half": [], "all": [], "slot_ms": []}
     wrong = 0
@@ -83,11 +95,29 @@ def timeline(name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
             left[unit] -= size
             first = first or (at if left[unit] == 0 else 0.0)
             half = half or (at if 2 * done >= total else 0.0)
-        for key, at in (("first", first), ("half", half), ("all", sent[-1][0])):
+        for key, at in zip(MOMENTS, (first, half, sent[-1][0]), strict=True):
             rows[key].append(100 * (at - last_backward) / step_s)
         rows["slot_ms"].append(1e3 * max(step["slot_wait_s"] for step in steps))
     medians = {key: round(statistics.median(values), 1) for key, values in rows.items()}
-    return {**medians, "steps": len(rows["all"]), "invalid_steps": wrong, "aborts": seen[0]["aborts"]}
+    percent = {key: rows[key] for key in MOMENTS}
+    return {
+        **medians,
+        "steps": len(rows["all"]),
+        "invalid_steps": wrong,
+        "aborts": seen[0]["aborts"],
+        "percent": percent,
+    }
+
+
+def not_above_0(name: str, rows: dict[str, Any]) -> list[list[float]]:
+    """What must not be above 0, in the middle of all steps, for the row's bytes to leave when its policy says."""
+    policy, percent = name.partition("+")[0], rows[name]["percent"]
+    if policy in ("speculative", "early"):
+        return [percent["half"]]
+    if policy == "pipelined" and "whole" in rows:
+        whole = rows["whole"]["percent"]
+        return [[mine - its for mine, its in zip(percent[key], whole[key], strict=True)] for key in MOMENTS]
+    return []
 
 
 def cost(name: str, ranks: list[dict[str, Any]]) -> dict[str, float]:
@@ -154,12 +184,17 @@ def main() -> None:
     rows = {name: timeline(name, ranks) for name in options.policies}
     costs = {name: cost(name, ranks) for name in (SPREAD, *options.policies)}
     memory = {name: _memory(name, ranks) for name in rows}
-    verdicts = {name: verdict(row, costs[name], costs[SPREAD]) for name, row in rows.items()}
+    is_said = (options.pp, options.microbatches) == (STAGES, MICROBATCHES)
+    verdicts = {
+        name: verdict(row, costs[name], costs[SPREAD], not_above_0(name, rows) if is_said else [])
+        for name, row in rows.items()
+    }
     show(rows, costs, memory, verdicts, statistics.median(ranks[0]["blocks"]["stock"]))
     if options.json is not None:
         figures = {"timeline": rows, "cost": costs, "memory": memory, "verdict": verdicts}
         options.json.write_text(json.dumps(figures, indent=1))
-    raise SystemExit(1 if {"invalid", "fails"} & set(verdicts.values()) else 0)
+    words = {word for one in verdicts.values() for word in one.values()}
+    raise SystemExit(1 if words & {"invalid", "fails"} else 0)
 
 
 def await_end(processes: list[Any], limit_s: float) -> None:
@@ -185,17 +220,39 @@ def limit_percent(again: dict[str, float]) -> float:
     return max(MOST_PERCENT, abs(again["mean"]) + again["ci"])
 
 
-def verdict(row: dict[str, Any], one: dict[str, float], again: dict[str, float]) -> str:
+def verdict(
+    row: dict[str, Any], one: dict[str, float], again: dict[str, float], moments: list[list[float]]
+) -> dict[str, str]:
+    """On what the row costs, and on its `bytes`: '-' without `moments`, else the worst word on any of them."""
     if row["invalid_steps"] or not row["steps"]:
-        return "invalid"
+        return dict.fromkeys(("cost", "bytes"), "invalid")
     if one["pairs"] < LEAST_PAIRS:
-        return "few"
-    limit = limit_percent(again)
-    return "holds" if one["mean"] + one["ci"] <= limit else "fails" if one["mean"] - one["ci"] > limit else "open"
+        return dict.fromkeys(("cost", "bytes"), "few")
+    cost = judged(one["mean"] - one["ci"], one["mean"] + one["ci"], limit_percent(again))
+    words = {judged(*median_interval(values), 0.0) for values in moments}
+    return {"cost": cost, "bytes": next((word for word in ("fails", "open", "holds") if word in words), "-")}
+
+
+def judged(low: float, high: float, limit: float) -> str:
+    """Whether what lies between `low` and `high` is at most the limit."""
+    return "holds" if high <= limit else "fails" if low > limit else "open"
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """The 95 % confidence interval of the median, by the sign test: two of the sorted values, with few the extremes."""
+    ordered, below, tail = sorted(values), 0, 1
+    while tail <= 0.025 * 2 ** len(ordered):
+        below += 1
+        tail += math.comb(len(ordered), below)
+    return ordered[max(below, 1) - 1], ordered[-max(below, 1)]
 
 
 def show(
-    rows: dict[str, Any], costs: dict[str, Any], memory: dict[str, Any], verdicts: dict[str, str], block_s: float
+    rows: dict[str, Any],
+    costs: dict[str, Any],
+    memory: dict[str, Any],
+    verdicts: dict[str, dict[str, str]],
+    block_s: float,
 ) -> None:
     print(
         f"median stock block of two steps {1e3 * block_s:.0f} ms; stock again {_cost(costs[SPREAD])}; "
@@ -203,14 +260,14 @@ def show(
         + (f", a verdict needs {LEAST_PAIRS}" if costs[SPREAD]["pairs"] < LEAST_PAIRS else "")
     )
     print(
-        f"{'policy':>17} {'first':>7} {'half':>7} {'all':>7} {'slots':>7} {'cost %':>16} {'':>8} "
+        f"{'policy':>17} {'first':>7} {'half':>7} {'all':>7} {'bytes':>8} {'slots':>7} {'cost %':>16} {'cost':>8} "
         f"{'peak':>6} {'kept':>6} {'aborts':>7}"
     )
     for name, row in rows.items():
         print(
-            f"{name:>17} {row['first']:7.1f} {row['half']:7.1f} {row['all']:7.1f} {row['slot_ms']:7.1f} "
-            f"{_cost(costs[name]):>16} {verdicts[name]:>8} {memory[name]['extra']:6.2f} {memory[name]['kept']:6.2f} "
-            f"{row['aborts']:7d}"
+            f"{name:>17} {row['first']:7.1f} {row['half']:7.1f} {row['all']:7.1f} {verdicts[name]['bytes']:>8} "
+            f"{row['slot_ms']:7.1f} {_cost(costs[name]):>16} {verdicts[name]['cost']:>8} "
+            f"{memory[name]['extra']:6.2f} {memory[name]['kept']:6.2f} {row['aborts']:7d}"
         )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 POLICIES = ("whole", "pipelined", "speculative", "early", "aborting")
+MOMENTS = ("first", "half", "all")
 
 
 @pytest.fixture
@@ -33,8 +34,8 @@ def test_the_interval_is_that_of_so_many_pairs(bench: Any) -> None:
 
 def test_verdicts(bench: Any) -> None:
     def said(mean: float, ci: float, pairs: int = 30, invalid: int = 0, again: float = 0.5) -> str:
-        row = {"invalid_steps": invalid, "steps": 60}
-        return str(bench.verdict(row, dict(mean=mean, ci=ci, pairs=pairs), dict(mean=0.0, ci=again, pairs=pairs)))
+        row, stock = {"invalid_steps": invalid, "steps": 60}, dict(mean=0.0, ci=again, pairs=pairs)
+        return str(bench.verdict(row, dict(mean=mean, ci=ci, pairs=pairs), stock, [])["cost"])
 
     assert said(1.0, 1.9) == "holds"
     assert said(1.0, 2.1) == "open"
@@ -42,6 +43,41 @@ def test_verdicts(bench: Any) -> None:
     assert said(5.0, 1.9, again=8.0) == "holds", "stock differs from stock by more"
     assert said(1.0, 1.9, pairs=29) == "few"
     assert said(1.0, 1.9, invalid=1) == said(1.0, 1.9, pairs=5, invalid=1) == "invalid"
+
+
+def spread(middle: float, width: float) -> list[float]:
+    return [middle + width * (step - 29.5) / 59 for step in range(60)]
+
+
+def rows_of(**middles: float) -> dict[str, Any]:
+    """Rows in which all moments of a policy lie around one figure, a tenth of a percent apart at most."""
+    return {name: {"percent": dict.fromkeys(MOMENTS, spread(middle, 0.1))} for name, middle in middles.items()}
+
+
+def test_verdicts_on_when_bytes_leave(bench: Any) -> None:
+    def said(name: str, rows: dict[str, Any], pairs: int = 30, invalid: int = 0) -> str:
+        row, free = {"invalid_steps": invalid, "steps": 60}, dict(mean=0.0, ci=0.1, pairs=pairs)
+        found = bench.verdict(row, free, free, bench.not_above_0(name, rows))
+        assert found["cost"] == found["bytes"] or found["cost"] == "holds"
+        return str(found["bytes"])
+
+    in_time, late = rows_of(whole=6.0, early=-4.0, pipelined=5.0), rows_of(whole=6.0, early=1.0, pipelined=7.0)
+    assert [said(name, in_time) for name in in_time] == ["-", "holds", "holds"]
+    assert [said(name, late) for name in late] == ["-", "fails", "fails"]
+    assert said("pipelined", rows_of(pipelined=7.0)) == "-", "nothing in the run to compare it to"
+    assert said("early+slice", {"early+slice": late["early"]}) == "fails"
+    assert said("early", in_time, pairs=29) == "few" and said("early", in_time, invalid=1) == "invalid"
+    one_late = rows_of(whole=6.0, pipelined=5.0)
+    one_late["pipelined"]["percent"]["all"] = spread(7.0, 0.1)
+    assert said("pipelined", one_late) == "fails", "each of the three moments counts"
+    assert said("early", {"early": {"percent": {"half": spread(-0.5, 10.0)}}}) == "open"
+
+
+def test_the_interval_of_a_median_is_the_tabled_one(bench: Any) -> None:
+    """The two ranks of the sign test at 95 %."""
+    for count, tabled in ((3, (1, 3)), (6, (1, 6)), (20, (6, 15)), (30, (10, 21)), (60, (22, 39)), (100, (40, 61))):
+        values = [float(rank) for rank in range(count, 0, -1)]
+        assert bench.median_interval(values) == tabled
 
 
 def steps(attempt: int, sizes: tuple[int, ...] = (2, 2)) -> list[dict[str, Any]]:
@@ -78,9 +114,10 @@ def test_a_few_pairs_of_every_policy_send_what_the_plan_says(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr[-2000:]
     assert "a verdict needs 30" in done.stdout
     figures = json.loads(out.read_text())
-    assert set(figures["verdict"]) == set(POLICIES) and set(figures["verdict"].values()) == {"few"}
+    assert figures["verdict"] == dict.fromkeys(POLICIES, {"cost": "few", "bytes": "few"})
     for name, row in figures["timeline"].items():
         assert (row["steps"], row["invalid_steps"]) == (2 * pairs, 0), name
+        assert {key: len(values) for key, values in row["percent"].items()} == dict.fromkeys(MOMENTS, 2 * pairs), name
         assert (row["aborts"] >= row["steps"]) == (name == "aborting"), name
     kept = {name: row["kept"] for name, row in figures["memory"].items()}
     assert kept["speculative"] == pytest.approx(3.0, abs=0.01) and kept["early"] == kept["pipelined"] == 0.0
