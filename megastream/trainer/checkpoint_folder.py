@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+
+logger = logging.getLogger(__name__)
 
 MANIFEST, CURRENT, LOCK = "manifest.json", "CURRENT", "LOCK"
 FORMAT = 1
@@ -197,12 +200,16 @@ class CheckpointFolder:
     def prune(self, keep: int, newest: int) -> list[str]:
         """Removes all but `keep` of those up to `newest`, the step just published, which always stays.
 
-        One that somebody reads stays until the next time. Returns the names.
+        One that somebody reads stays until the next time; so does one that cannot be moved, with a warning: the step
+        just published is whole all the same. Returns the names.
         """
         removed = []
         for _, path in [found for found in self.complete() if found[0] <= newest][keep:]:
-            if self._set_aside(path):
-                removed.append(path.name)
+            try:
+                if self._set_aside(path):
+                    removed.append(path.name)
+            except OSError as error:
+                logger.warning("checkpoint %s is older than the %d that are kept, and stays: %s", path, keep, error)
         return removed
 
     def _set_aside(self, path: Path) -> bool:
@@ -227,7 +234,8 @@ class CheckpointFolder:
 
 def _renamed(path: Path, prefix: str) -> Path | None:
     """The folder under a name that is never picked; None, and nothing happens, while it is being read."""
-    with _opened(path / MANIFEST) as file:
+    # NFS gives an exclusive lock only to who could write the file, see flock(2).
+    with _opened(path / MANIFEST, os.O_RDWR) as file:
         if file is not None and not _locked(file, fcntl.LOCK_EX):
             return None
         return path.rename(path.with_name(f"{prefix}{path.name}-{time.time_ns()}"))
@@ -236,17 +244,17 @@ def _renamed(path: Path, prefix: str) -> Path | None:
 @contextmanager
 def reading(folder: Path) -> Iterator[Manifest]:
     """Keeps a checkpoint from being pruned while it is read, by whatever process. CheckpointError when it is gone."""
-    with _opened(folder / MANIFEST) as file:
+    with _opened(folder / MANIFEST, os.O_RDONLY) as file:
         if file is not None and not _locked(file, fcntl.LOCK_SH):
             raise CheckpointError(f"{folder} is being removed; choose a newer one")
         yield Manifest.read(folder)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int | None]:
+def _opened(path: Path, access: int) -> Iterator[int | None]:
     """A descriptor, or None when there is no such file."""
     try:
-        file: int | None = os.open(path, os.O_RDONLY)
+        file: int | None = os.open(path, access)
     except FileNotFoundError:
         file = None
     try:

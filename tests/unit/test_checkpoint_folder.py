@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -143,6 +144,46 @@ def test_one_that_is_read_stays_until_it_has_been_read(folder: CheckpointFolder)
     assert folder.prune(1, 3) == ["step_00000001"]
     with pytest.raises(CheckpointError), reading(first):
         pass
+
+
+FLOCK = fcntl.flock
+
+
+def flock_of_nfs(file: int, operation: int) -> None:
+    """There a lock is one on the bytes of a file, and takes a descriptor that may read or write them: flock(2)."""
+    access = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+    if access == (os.O_RDONLY if operation & fcntl.LOCK_EX else os.O_WRONLY):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    FLOCK(file, operation)
+
+
+def test_old_ones_are_read_replaced_and_removed_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
+    folder = CheckpointFolder(tmp_path)
+    folder.open(1)
+    for step in (1, 2, 2):
+        with reading(save(folder, step)) as manifest:
+            assert manifest.step == step
+    assert folder.prune(1, 2) == ["step_00000001"]
+
+
+def test_an_old_one_that_cannot_be_moved_stays_and_is_warned_of(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step just published is whole: what is older ends no training."""
+    for step in (1, 2, 3):
+        save(folder, step)
+    rename = Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        return _fails(path) if path.name == "step_00000002" else rename(path, target)  # type: ignore[return-value]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", renamed)
+        assert folder.prune(1, 3) == ["step_00000001"]
+    (line,) = caplog.messages
+    assert "step_00000002 is older than the 1 that are kept, and stays: [Errno 5] Input/output error" in line
+    assert folder.prune(1, 3) == ["step_00000002"]
 
 
 def test_a_step_that_is_saved_again_replaces_the_old_one(folder: CheckpointFolder) -> None:
