@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megastream.families import family_of, load_shape
+from megastream.rl.facts import facts_of, layout_of
 from megastream.rl.job import LineLog
 from megastream.rl.rows import Rows
 from megastream.rl.schedule import learning_rate
@@ -23,7 +24,7 @@ from megastream.trainer.adapter import MegatronAdapter, mesh_coords
 from megastream.trainer.agreement import AgreedError, gather, together
 from megastream.trainer.checkpoint import Checkpointer
 from megastream.trainer.checkpoint_types import CheckpointSettings, Resumed, Saved
-from megastream.trainer.config import TrainerConfig, check_layout
+from megastream.trainer.config import check_layout
 from megastream.trainer.model import TokenBatch, build, start_process_group, train_step
 from megastream.trainer.policies import consequences
 from megastream.trainer.stepper import StepResult
@@ -111,7 +112,7 @@ def start(config: TrainConfig, place: Place) -> Trainer:
     with together(ValueError, OSError):
         rows = Rows(Path(config.data.file), config.data.seq_length, shape.vocab, config.run.seed)
         rows.check(place.rank, place.world_size)
-        facts = {**_facts(config, settings), "data": rows.facts()}
+        facts = {**facts_of(config, settings), "data": rows.facts()}
     with together(ValueError, AssertionError):
         chunks, optimizer = build(settings)
         adapter = MegatronAdapter(
@@ -135,32 +136,14 @@ def start(config: TrainConfig, place: Place) -> Trainer:
     )
 
 
-def _facts(config: TrainConfig, settings: TrainerConfig) -> dict[str, Any]:
-    """What a resumed training must share; JSON data."""
-    names = (
-        "layers mtp_layers hidden heads kv_groups head_dim experts top_k expert_ffn vocab tied qk_norm qkv_bias "
-        "norm_top_k shared_ffn shared_gate dense_layers dense_ffn router_expert_bias router_scale rope_theta rope_part "
-        "norm_eps dtype"
-    )
-    optimizer = {name: getattr(config.optimizer, name) for name in config.optimizer.__struct_fields__}
-    return {
-        "model": {name: getattr(settings, name) for name in names.split()},
-        "optimizer": optimizer,
-        "batch": {"global_sequences": config.batch.global_sequences, "per_token_loss": config.batch.per_token_loss},
-        "run": {"seed": config.run.seed},
-    }
-
-
 def _checkpointer(
     config: TrainConfig, chunks: list[Any], optimizer: Any, launch: str, facts: dict[str, Any]
 ) -> Checkpointer | None:
     if config.checkpoint is None:
         return None
     settings = CheckpointSettings(keep=config.checkpoint.keep, deadline_s=config.deadlines.save_s, launch=launch)
-    layout: dict[str, Any] = {name: size for name, size in mesh_coords().items() if name.endswith("_size")}
-    layout["vpp_size"] = config.layout.vpp or 1
-    layout["stage_layers"] = list(config.layout.stage_layers or ())
-    return Checkpointer(chunks, optimizer, config.checkpoint_folder, settings, facts=facts, layout=layout)
+    folder = config.checkpoint_folder
+    return Checkpointer(chunks, optimizer, folder, settings, facts=facts, layout=layout_of(config))
 
 
 def _begin(trainer: Trainer) -> None:

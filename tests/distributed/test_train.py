@@ -35,7 +35,8 @@ def test_a_training_in_two_parts_is_the_training_in_one(tmp_path: Path) -> None:
     assert [line["learning_rate"] for line in lines(parts) if line["kind"] == "step"] == [
         line["learning_rate"] for line in lines(whole) if line["kind"] == "step"
     ]
-    assert [line["step"] for line in lines(parts) if line["kind"] == "start"] == [0, 4]
+    starts = [(line["step"], line["same_layout"]) for line in lines(parts) if line["kind"] == "start"]
+    assert starts == [(0, False), (4, True)]
     assert whole_checkpoints(parts) == [6, 8], "keep = 2"
 
 
@@ -245,6 +246,7 @@ def plain(path: Path) -> dict[str, torch.Tensor]:
 LAYOUTS = [
     ("tp2 ep2", dict(layout__pp=1, layout__tp=2, layout__etp=1, rendezvous__ranks_per_node=2), 2),
     ("ep4", dict(layout__pp=1, layout__ep=4), 4),
+    ("one micro-batch", dict(batch__micro_sequences=4), 4),
 ]
 
 
@@ -259,6 +261,7 @@ def test_a_training_goes_on_in_another_layout(
     assert run(job(whole, dtype="float32")) == [""] * 4
     assert run(job(parts, dtype="float32", run__steps=4)) == [""] * 4
     assert run(job(parts, dtype="float32", **changes), num_ranks) == [""] * num_ranks
+    assert [line["same_layout"] for line in lines(parts) if line["kind"] == "start"] == [False, False]
     for step, values in trace(whole).items():
         (expected,), (found,) = values, trace(parts)[step]
         assert found == pytest.approx(expected, rel=1e-4), step

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megastream.rl import train_run
+from megastream.rl import facts, train_run
 from megastream.rl.streaming import Streaming
 from megastream.rl.train_config import parse_train_config
 from megastream.rl.train_run import Place, Trainer
@@ -73,6 +73,27 @@ def test_one_of_its_own_is_loaded_when_it_is_named(tmp_path: Path) -> None:
     resumed, _ = train_run._load(trainer(tmp_path, checkpoints, checkpoint__load=str(own)))
     assert resumed is not None and resumed.path == own
     assert checkpoints.calls == [("load", own, (), False)]
+
+
+def test_whatever_changes_the_order_of_sums_is_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a start calls it the same one, the training is promised to go on bit for bit."""
+    monkeypatch.setattr(facts, "mesh_coords", lambda: {"dp": 0, "dp_size": 2})
+
+    def layout(**changes: Any) -> dict[str, Any]:
+        return facts.layout_of(parse_train_config(job(tmp_path, **changes)))
+
+    assert layout() == layout(max_abort_rate=0.5, run__steps=99, deadlines__step_s=7) and layout()["dp_size"] == 2
+    for changed in (
+        {"batch__micro_sequences": 1},
+        {"bucket_elements": 7000},
+        {"finality": "speculative"},
+        {"layout__overlap_grad_reduce": True},
+        {"layout__dispatcher": "alltoall"},
+        {"layout__recompute": "full"},
+        {"layout__stage_layers": [3, 1]},
+        {"layout__vpp": 2},
+    ):
+        assert layout(**changed) != layout(), changed
 
 
 def test_the_last_checkpoint_is_published_before_engines_can_end_badly(tmp_path: Path) -> None:
