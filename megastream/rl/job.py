@@ -88,14 +88,20 @@ class Notes:
 
 
 class LineLog:
-    """A file of JSON objects, one a line, flushed as they come."""
+    """A file of JSON objects, one a line, written as they come."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._path = path
+        self._file = path.open("ab", buffering=0)
 
     def write(self, **line: Any) -> None:
-        self._file.write(msgspec.json.encode(line) + b"\n")
-        self._file.flush()
+        """OSError that names the file, when its disk is full for example."""
+        raw = msgspec.json.encode(line) + b"\n"
+        try:
+            while raw:
+                raw = raw[self._file.write(raw) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         self._file.close()

@@ -47,7 +47,7 @@ class Streaming:
             if dist.get_rank() == 0:
                 self._watermark = Watermark(Path(self._config.run.folder) / WATERMARK_FILE)
                 self._watermark.lift(self._log, resumed)
-                self._watermark.reserve(self._log.highest_version() + 2)  # the base, and the first step's
+                self._watermark.reserve(self._log.highest_version() + 1)  # a block: the base, and the first steps'
         settings = TrainerSettings(
             launch=f"{self._config.run.id}-{self._launch}",
             engine=stream.engine,
@@ -85,8 +85,9 @@ class Streaming:
             return None
         self._sync.accept()
         self._sync.finish()
-        if self._watermark is not None:
-            self._watermark.reserve(self._sync.next_version)  # nobody can see it yet
+        with together(OSError):
+            if self._watermark is not None:
+                self._watermark.reserve(self._sync.next_version)  # nobody can see it yet
         return self.version
 
     def cost(self) -> dict[str, Any]:

@@ -60,9 +60,10 @@ class Trainer:
     coords: dict[str, int] = field(default_factory=mesh_coords)
 
     def say(self, **line: Any) -> None:
-        """One line of the log, on rank 0."""
-        if self.lines is not None:
-            self.lines.write(**line)
+        """One line of the log, on rank 0. Every rank calls it: AgreedError on all when it cannot be written."""
+        with together(OSError):
+            if self.lines is not None:
+                self.lines.write(**line)
 
 
 def train(config: TrainConfig, place: Place) -> None:

@@ -282,10 +282,16 @@ def sync(path: Path) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Replaces a file as a whole: whoever reads it sees the old or the new text, also after a crash."""
+    """Replaces a file as a whole: whoever reads it sees the old or the new text, also after a crash.
+
+    OSError names the file, which the system does not where a disk is full.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load, save_file
 
+from megastream.rl.train_run import LOG_FILE
 from megastream.trainer import compat_checkpoint
 from tests.distributed.test_train import ONE, prepared, refused
 from tests.helpers.ranks import run_ranks
@@ -47,6 +48,16 @@ def test_weights_and_data_that_cannot_be_used_are_refused_by_every_rank_in_the_s
     tokens[-1] = 102
     np.save(tmp_path / "tokens.npy", tokens)
     assert "trainer rank 1: data.file" in refused(tmp_path, 2, **two)
+
+
+@pytest.mark.full
+def test_a_full_disk_under_the_log_ends_all_ranks_with_one_word(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    log = tmp_path / "run" / LOG_FILE
+    log.parent.mkdir()
+    log.symlink_to("/dev/full")
+    two = {**ONE, "rendezvous__ranks_per_node": 2, "layout__ep": 2}
+    assert run(job(tmp_path, **two), 2) == [f"[Errno 28] No space left on device: '{log}'"] * 2
 
 
 def _hanging_save(rank: int, world_size: int, init_method: str, raw: dict[str, Any]) -> str:

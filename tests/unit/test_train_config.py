@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 from megastream.cli.main import app
 from megastream.rl.config import ConfigError
 from megastream.rl.data import Pair, write_pairs
+from megastream.rl.job import LineLog
 from megastream.rl.rows import Rows
 from megastream.rl.schedule import learning_rate
 from megastream.rl.torchrun import agent_config
@@ -184,3 +187,18 @@ def test_versions_stay_above_what_was_published_though_the_control_plane_forgot(
     path.write_text("{}")
     with pytest.raises(ValueError, match="does not say which versions were reserved"):
         Watermark(path)
+
+
+def test_a_file_on_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system names it only where it cannot be opened."""
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lines = LineLog(Path("/dev/full"))
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        lines.write(kind="step")
+    lines.close()  # nothing is left to be written
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/versions.json'"):
+        Watermark(tmp_path / "versions.json").reserve(0)

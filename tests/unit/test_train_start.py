@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megastream.rl import facts, train_run
+from megastream.rl import facts, streaming, train_run
+from megastream.rl.job import LineLog
 from megastream.rl.streaming import Streaming
 from megastream.rl.train_config import parse_train_config
 from megastream.rl.train_run import Place, Trainer
+from megastream.rl.watermark import BLOCK, Watermark
 from megastream.sync import SyncError
 from megastream.trainer import agreement
 from megastream.trainer.agreement import AgreedError
 from megastream.trainer.checkpoint_types import Resumed
+from tests.helpers.memory_log import MemoryLog, MemoryStore
 from tests.helpers.train_job import STEPS, job, write_files
 
 
@@ -119,6 +125,51 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(agreement, "gather", lambda mine: [mine])
     monkeypatch.setattr(train_run, "start_process_group", lambda settings, **kwargs: given.update(kwargs))
     return given
+
+
+def test_a_log_that_cannot_be_written_is_the_word_of_all_ranks(tmp_path: Path, one_rank: dict[str, Any]) -> None:
+    """Raised on rank 0 alone it would be said by a traceback there, and the others would be killed without a word."""
+    full = trainer(tmp_path, Checkpoints(None))
+    full.lines = LineLog(Path("/dev/full"))
+    with pytest.raises(AgreedError, match="No space left on device: '/dev/full'"):
+        full.say(kind="step")
+
+
+def test_versions_that_cannot_be_reserved_are_the_word_of_all_ranks(tmp_path: Path, one_rank: dict[str, Any]) -> None:
+    class Full:
+        def reserve(self, version: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "versions.json")
+
+    nothing: Any = None
+    stream = Streaming(nothing, nothing, "launch")
+    stream._sync = SimpleNamespace(accept=list, finish=list, next_version=3, close=list)  # type: ignore[assignment]
+    assert stream.end(True) == 2, "on a rank that reserves nothing"
+    stream._watermark = Full()  # type: ignore[assignment]
+    with pytest.raises(AgreedError, match="No space left on device: 'versions.json'"):
+        stream.end(True)
+
+
+def test_a_start_that_ends_before_its_base_skips_one_block_of_versions(
+    tmp_path: Path, one_rank: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = MemoryLog(MemoryStore())
+    log.raise_version(9)
+
+    class Sync:
+        def __init__(self, *args: Any, **named: Any) -> None: ...
+
+        def attach(self, kind: str, train_step: int) -> None:
+            raise SyncError("no engine came")
+
+    monkeypatch.setattr(streaming, "RedisLog", lambda *args, **named: log)
+    monkeypatch.setattr(streaming, "TrainerSync", Sync)
+    monkeypatch.setattr(streaming, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+    (tmp_path / "run").mkdir()
+    config = parse_train_config(job(tmp_path, stream__control_url="redis://h"))
+    for start in (1, 2):
+        with pytest.raises(SyncError):
+            Streaming(config, Adapter(), "launch").attach(0, -1)  # type: ignore[arg-type]
+        assert Watermark(tmp_path / "run" / streaming.WATERMARK_FILE).reserved == 9 + start * BLOCK
 
 
 def start(tmp_path: Path) -> None:
