@@ -20,9 +20,9 @@ class HeaderError(ValueError):
 class PieceHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Identifies one piece. `seq` is the piece's index in the plan, so both ends know its copies from the plan alone.
 
-    `num_bytes` counts the payload; `checksum` is xxh3-64 of the payload. A header of kind `close` has no payload and
-    ends a lane. `base_version`, `namespace` and `encoding="delta"` are reserved: a receiver refuses other values by
-    name.
+    `num_bytes` counts the payload; `checksum` is the payload's in 64 bits: xxh3-64 where it lies in host memory, a
+    weighted sum of its words on a GPU (transport/checksum.py). A header of kind `close` has no payload and ends a lane.
+    `base_version`, `namespace` and `encoding="delta"` are reserved: a receiver refuses other values by name.
     """
 
     kind: HeaderKind
