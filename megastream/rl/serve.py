@@ -73,24 +73,50 @@ def _read(config: Path) -> dict[str, Any]:
 
 
 def _option(name: str, given: Mapping[str, Any], options: Sequence[str]) -> dict[str, Any]:
-    """A JSON option's value: as vLLM reads it, the command line goes before the file. ValueError when it is none."""
+    """A JSON option's value as vLLM reads it: the command line goes before the file, and options `--NAME.a.b VALUE`,
+    which it puts together, before both. ValueError when it is none."""
     value = given.get(name, {})
     parts: dict[str, Any] = {}
     for index, option in enumerate(options):
         key, equals, text = option.partition("=")
-        key = key.replace("_", "-")
+        key, dot, path = key.partition(".")
         text = text if equals else " ".join(options[index + 1 : index + 2])
-        if key == f"--{name}":
+        if key.replace("_", "-") != f"--{name}":
+            continue
+        if dot:
+            _merge(parts, _nested(path, text))
+        else:
             value = text
-        elif key.startswith(f"--{name}."):
-            parts[key.removeprefix(f"--{name}.")] = text
+    if parts:
+        return parts
     try:
         value = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ValueError(f"{name} is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be an object, got {value!r}")
-    return {**value, **parts}
+    return value
+
+
+def _nested(path: str, text: str) -> dict[str, Any]:
+    """What `--NAME.path text` says: objects in objects, and in the last one JSON, or else the text itself."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return dict(value)
+
+
+def _merge(whole: dict[str, Any], update: Mapping[str, Any]) -> None:
+    """Objects into objects; anything else goes before what was there."""
+    for name, value in update.items():
+        there = whole.get(name)
+        if isinstance(there, dict) and isinstance(value, dict):
+            _merge(there, value)
+        else:
+            whole[name] = value
 
 
 def _vllm() -> str:

@@ -66,6 +66,28 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path, options: tuple[st
 
 
 @pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        (("--additional-config.megastream.control_url", "redis://h", "--additional-config.megastream.engine=e"), []),
+        (("--additional_config.megastream", '{"control_url": "redis://h"}'), []),
+        (("--additional-config.megastream.engine", "e"), ["no megastream.control_url"]),
+        (("--additional-config.other.control_url", "redis://h"), ["no megastream.control_url"]),
+    ],
+)
+def test_settings_with_dots_stand_for_the_whole_option_as_vllm_has_it(
+    tmp_path: Path, options: tuple[str, ...], warned: list[str]
+) -> None:
+    """What the file says of it is gone then, which is worth a warning before the engine is up."""
+    said = found(tmp_path, GOOD, *options)
+    assert said.errors == [] and [words in line for words, line in zip(warned, said.warnings, strict=True)] == [
+        True for _ in warned
+    ]
+    token = ("--additional-config.megastream.token_file", "t")
+    dev = found(tmp_path, {**GOOD, "additional-config": {}}, *options, *token, VLLM_SERVER_DEV_MODE="1")
+    assert "whoever has the token" in dev.warnings[-1]
+
+
+@pytest.mark.parametrize(
     ("config", "named"),
     [
         ({"model": "m"}, "the weight transfer backend is none"),
