@@ -21,6 +21,8 @@ _GREETING_S = 1.0
 _CHUNK_BYTES = 1 << 16
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 _SPIN_S, _POLL_S = 0.0002, 0.00005
+_LONGEST_WAIT_S = 1e6
+"""The system takes no more than 2^31 ms for one wait, 24 days; who waits longer asks again."""
 
 Check = Callable[[], None]
 """Raises PairBroken when there is nothing left to wait for."""
@@ -88,7 +90,7 @@ class Wire:
         left = until - time.monotonic()
         if left <= 0:
             raise PairTimeout("nothing at the deadline")
-        self._poll(event, left * 1000)
+        self._poll(event, min(left, _LONGEST_WAIT_S) * 1000)
 
     def _poll(self, event: int, milliseconds: float = 0) -> bool:
         poll = select.poll()
@@ -108,7 +110,7 @@ def listen(host: str) -> socket.socket:
 def accept(listening: socket.socket, token: bytes, until: float) -> Wire:
     """The connection of whoever knows the token; others are turned away."""
     while (left := until - time.monotonic()) > 0:
-        listening.settimeout(left)
+        listening.settimeout(min(left, _LONGEST_WAIT_S))
         try:
             wire = Wire(listening.accept()[0])
         except OSError:  # the timeout, too
@@ -124,7 +126,8 @@ def accept(listening: socket.socket, token: bytes, until: float) -> Wire:
 def dial(host: str, port: int, token: bytes, until: float) -> Wire:
     """The other end of an `accept`."""
     try:
-        wire = Wire(socket.create_connection((host, port), max(until - time.monotonic(), 0.001)))
+        limit_s = min(max(until - time.monotonic(), 0.001), _LONGEST_WAIT_S)
+        wire = Wire(socket.create_connection((host, port), limit_s))
     except TimeoutError as error:
         raise PairTimeout(str(error)) from error
     except OSError as error:
