@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from math import prod
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megastream.rl.bounds import BOUNDS, ranks_refusal
+from megastream.rl.checkpoint import tensor_shapes
 from megastream.rl.config import Config, ConfigError, Section, load, parse
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -33,6 +35,8 @@ def test_quickstart_fulfils_the_promised_size() -> None:
     assert model.layers >= 8 and model.experts >= 32
     assert (config.trainer.pp, config.trainer.ep, config.trainer.ranks) == (2, 2, 4)
     assert config.run.updates >= 30 and config.run.checked_tokens >= 5000
+    shapes = dict(tensor_shapes(model))
+    assert len(shapes) >= 1500 and sum(prod(shape) for shape in shapes.values()) >= 20e6
 
 
 @pytest.mark.parametrize(
