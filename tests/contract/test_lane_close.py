@@ -40,7 +40,7 @@ def idle(lane: Any) -> None:
         lane.receive_header(30)
 
 
-@pytest.mark.parametrize("closings", [25, pytest.param(800, marks=(pytest.mark.full, pytest.mark.timeout(600)))])
+@pytest.mark.parametrize("closings", [25, pytest.param(400, marks=(pytest.mark.full, pytest.mark.timeout(600)))])
 def test_both_ends_close_at_once(closings: int) -> None:
     context = get_context("spawn")
     ours, theirs = context.Pipe()

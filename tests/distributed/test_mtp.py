@@ -32,10 +32,10 @@ def test_pp2_ep2_equals_stock_when_every_step_is_undone() -> None:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "pp2 ep2, two layers": (4, dict(pp=2, ep=2, mtp_layers=2)),
-    "ep2 fp32": (2, dict(ep=2, dtype="float32")),
+    "pp2 ep2, two layers": (4, dict(pp=2, ep=2, mtp_layers=2, layers=2)),
+    "ep2 fp32": (2, dict(ep=2, dtype="float32", layers=2)),
     "pp2 vpp2 recompute": (2, dict(pp=2, vpp=2, recompute="full")),
-    "tp2 ep2 alltoall": (2, dict(tp=2, ep=2, etp=1, dispatcher="alltoall")),
+    "tp2 ep2 alltoall": (2, dict(tp=2, ep=2, etp=1, dispatcher="alltoall", layers=2)),
     "pp2 dp2 uneven overlapped": (
         4,
         dict(pp=2, stage_layers=(3, 1), overlap_grad_reduce=True, ddp_bucket_elements=20_000),

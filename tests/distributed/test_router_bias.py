@@ -40,10 +40,10 @@ def test_a_bias_that_leaves_before_finalize_model_grads_shows() -> None:
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 ep2": (4, dict(pp=2, ep=2)),
-    "ep2 fp32": (2, dict(ep=2, dtype="float32")),
+    "ep2 fp32": (2, dict(ep=2, dtype="float32", layers=2)),
     "pp2 vpp2 recompute": (2, dict(pp=2, vpp=2, recompute="full")),
-    "tp2 ep2 alltoall": (2, dict(tp=2, ep=2, etp=1, dispatcher="alltoall")),
-    "cp2": (2, dict(cp=2)),
+    "tp2 ep2 alltoall": (2, dict(tp=2, ep=2, etp=1, dispatcher="alltoall", layers=2)),
+    "cp2": (2, dict(cp=2, layers=2)),
     "pp2 dp2 overlapped": (
         4,
         dict(pp=2, stage_layers=(1, 3), overlap_grad_reduce=True, ddp_bucket_elements=20_000),

@@ -60,17 +60,20 @@ def test_all_ranks_withdraw_though_one_stepped_nothing_early() -> None:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2 fp32": (2, dict(dtype="float32")),
-    "dp2 bf16": (2, dict()),
-    "pp2 ep2 fp32": (4, dict(pp=2, ep=2, dtype="float32")),
-    "pp2 ep2": (4, dict(pp=2, ep=2)),
-    "pp2 dp2 tied": (4, dict(pp=2, tied=True)),
+    "dp2 fp32": (2, dict(dtype="float32", layers=2)),
+    "dp2 bf16": (2, dict(layers=2)),
+    "pp2 ep2 fp32": (4, dict(pp=2, ep=2, dtype="float32", layers=2)),
+    "pp2 ep2": (4, dict(pp=2, ep=2, layers=2)),
+    "pp2 dp2 tied": (4, dict(pp=2, tied=True, layers=2)),
     "pp3": (3, dict(pp=3, layers=6)),
-    "pp2 tp2": (4, dict(pp=2, tp=2)),
-    "tp2 ep2 etp1 fp32": (2, dict(tp=2, ep=2, etp=1, dtype="float32")),
+    "pp2 tp2": (4, dict(pp=2, tp=2, layers=2)),
+    "tp2 ep2 etp1 fp32": (2, dict(tp=2, ep=2, etp=1, dtype="float32", layers=2)),
     "pp2 vpp2 alltoall": (2, dict(pp=2, vpp=2, dispatcher="alltoall")),
     "pp2 vpp2 tied dp2 fp32": (4, dict(pp=2, vpp=2, tied=True, dtype="float32")),
-    "pp2 ep2, stock buckets overlapped": (4, dict(pp=2, ep=2, overlap_grad_reduce=True, ddp_bucket_elements=20000)),
+    "pp2 ep2, stock buckets overlapped": (
+        4,
+        dict(pp=2, ep=2, overlap_grad_reduce=True, ddp_bucket_elements=20000, layers=2),
+    ),
 }
 
 
