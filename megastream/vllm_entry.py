@@ -249,9 +249,9 @@ def _confirm_front_end() -> None:
 class CountedLog(RedisLog):
     """The coordinator's log: what it reads is counted on the way, for /metrics."""
 
-    def __init__(self, settings: PluginSettings, num_ranks: int) -> None:
+    def __init__(self, settings: PluginSettings, num_ranks: int, figures: Figures) -> None:
         super().__init__(settings.control_url, settings.run_id, reconnect_s=settings.reconnect_s)
-        self._tally, self._figures = EngineTally(settings.engine, num_ranks), Figures()
+        self._tally, self._figures = EngineTally(settings.engine, num_ranks), figures
         self._figures.write_engine(self._tally)
 
     def read(self, after: str, block_s: float) -> list[tuple[str, Record]]:
@@ -277,8 +277,9 @@ def wire_core(vllm_config: Any, port: VllmCorePort) -> Callable[[], None]:
             "prefix caching is on and megastream.kv is keep: a cached prefix can hold keys and values of an older "
             "version than the tokens that attend to it; kv_versions of each answer say so"
         )
-    world_size = vllm_config.parallel_config.world_size
-    log = CountedLog(settings, world_size)
+    world_size, figures = vllm_config.parallel_config.world_size, Figures()
+    port.watch_poison = figures.write_poisoned
+    log = CountedLog(settings, world_size, figures)
     coordinator = Coordinator(
         log,
         engine=settings.engine,

@@ -12,7 +12,6 @@ from megastream.protocol.records import (
     Committed,
     Detached,
     Failed,
-    Poisoned,
     Record,
     Sealed,
     WeightsReady,
@@ -38,7 +37,6 @@ class EngineTally:
     num_ranks: int
     ranks: dict[int, RankTally] = field(init=False)
     attached: bool = False
-    poisoned: bool = False
     overtaken: int = 0
     """Complete versions that never became live, because a newer one was ready first."""
     refused: int = 0
@@ -46,7 +44,10 @@ class EngineTally:
     failed: int = 0
     """Attachments that were live and broke."""
     _live: dict[str, bool] = field(default_factory=dict)
-    """Whether each attachment of this engine that has not ended is live."""
+    """Whether each attachment of this engine that is not detached is live: a commit of one that has failed may still
+    end."""
+    _over: set[str] = field(default_factory=set)
+    """Those of them that have failed."""
     _complete: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
 
     def __post_init__(self) -> None:
@@ -56,8 +57,6 @@ class EngineTally:
         """True when a number may have changed."""
         if isinstance(record, Attach) and record.engine == self.engine:
             self._live[record.attachment] = False
-        elif isinstance(record, Poisoned) and record.engine == self.engine:
-            self.poisoned = True
         elif getattr(record, "attachment", None) not in self._live:
             return False
         else:
@@ -66,8 +65,9 @@ class EngineTally:
 
     def _take_own(self, record: Record) -> None:
         match record:
-            case Attached():
+            case Attached() if record.attachment not in self._over:
                 self._live[record.attachment] = self.attached = True
+                self._goes_live(record)
             case Sealed() if record.rank in self.ranks:
                 rank = self.ranks[record.rank]
                 rank.staged_version = max(rank.staged_version, record.version)
@@ -77,14 +77,19 @@ class EngineTally:
                 self._committed(record)
             case PartCommitted():
                 self._stalled(record.ranks)
-            case Failed() | Detached():
-                self._ended(record)
+            case Failed() if record.attachment not in self._over:
+                self._failed(record.attachment)
+            case Detached():
+                self._detached(record.attachment)
 
     def _committed(self, record: Committed) -> None:
         self._stalled(record.ranks)
         if record.stall_s is not None:  # a paused whole update: all ranks stood
             self._stalled(tuple(RankCommit(rank, True, record.stall_s, -1) for rank in self.ranks))
-        self.poisoned = False
+        self._goes_live(record)
+
+    def _goes_live(self, record: Attached | Committed) -> None:
+        """Also without a commit, where the base version is what the engine serves."""
         complete = self._complete[record.attachment]
         self.overtaken += sum(version < record.version for version in complete)
         self._complete[record.attachment] = {version for version in complete if version > record.version}
@@ -95,11 +100,17 @@ class EngineTally:
                 rank.commits += 1
                 rank.commit_stall_s += reply.stall_s
 
-    def _ended(self, record: Failed | Detached) -> None:
-        """A failed attachment is said to have failed by several, and detaches afterwards: counted once."""
-        was_live = self._live.pop(record.attachment)
-        self._complete.pop(record.attachment, None)
+    def _failed(self, attachment: str) -> None:
+        """Several may say so: counted once."""
+        was_live = self._live[attachment]
+        self._over.add(attachment)
+        self._live[attachment] = False
         self.attached = any(self._live.values())
-        if isinstance(record, Failed):
-            self.failed += was_live
-            self.refused += not was_live
+        self.failed += was_live
+        self.refused += not was_live
+
+    def _detached(self, attachment: str) -> None:
+        del self._live[attachment]
+        self._over.discard(attachment)
+        self._complete.pop(attachment, None)
+        self.attached = any(self._live.values())

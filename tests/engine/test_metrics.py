@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ set_environment()
 
 from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
 
+from megastream import vllm_entry  # noqa: E402
 from megastream.engine.tally import EngineTally, RankTally  # noqa: E402
 from megastream.engine.vllm import compat_metrics  # noqa: E402
 from megastream.engine.vllm.metrics import Figures, FiguresCollector  # noqa: E402
@@ -66,6 +69,36 @@ def test_what_core_and_workers_write_is_shown_by_the_process_that_started_them()
         "staging_bytes": 512,
     }
     assert found['megastream_staged_version{rank="0"}'] == -1
+
+
+@pytest.mark.usefixtures("page")
+def test_a_core_that_refuses_requests_is_shown_as_poisoned_whatever_the_log_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A difference that a rank reports, and a whole update that broke, are in no record."""
+    logs: list[Any] = []
+
+    def counted_log(settings: Any, num_ranks: int, figures: Figures) -> Any:
+        figures.write_engine(EngineTally("e", num_ranks))
+        logs.append(SimpleNamespace(close=lambda: None, write=figures.write_engine))
+        return logs[0]
+
+    parts = SimpleNamespace(start=lambda: None, close=lambda: None)
+    monkeypatch.setattr(vllm_entry, "_confirm_front_end", lambda: None)
+    monkeypatch.setattr(vllm_entry, "CountedLog", counted_log)
+    monkeypatch.setattr(vllm_entry, "Coordinator", lambda log, **named: parts)
+    config = SimpleNamespace(
+        additional_config={"megastream": {"control_url": "redis://h", "run_id": "r", "engine": "e"}},
+        parallel_config=SimpleNamespace(world_size=2),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+    )
+    port: Any = SimpleNamespace()
+    vllm_entry.wire_core(config, port)
+    port.watch_poison(True)
+    logs[0].write(EngineTally("e", 2, attached=True, overtaken=3))
+    assert (shown()["megastream_poisoned"], shown()["megastream_overtaken_versions_total"]) == (1, 3)
+    port.watch_poison(False)
+    assert (shown()["megastream_poisoned"], shown()["megastream_attached"]) == (0, 1)
 
 
 @pytest.mark.usefixtures("page")

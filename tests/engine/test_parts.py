@@ -144,10 +144,15 @@ def test_a_poisoning_under_way_is_not_healed_by_the_rest_of_a_version() -> None:
     core: Any = Core()
     port = VllmCorePort(core, 2, PortSettings(kv="keep"))
     replies: list[tuple[RankCommit, ...]] = []
+    said: list[bool] = []
     try:
+        port.watch_poison = said.append
         port.become_poisoned("a rank held another version")
         port._committed(request(1), replies.append, [RankCommit(rank=0, ok=True, stall_s=0.0, step=1)], "")
-        assert port.poisoned and not replies[0][0].ok
+        assert port.poisoned and not replies[0][0].ok and said == [True]
+        for _ in range(2):
+            port._commit(request(2), replies.append)
+        assert not port.poisoned and said == [True, False]
     finally:
         port.close()
 

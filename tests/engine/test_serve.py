@@ -104,6 +104,7 @@ def test_metrics_say_what_is_live_and_what_it_cost(served: Served) -> None:
     for name in ("commit_stall_seconds_total", "received_bytes_total"):
         assert end[f'megastream_{name}{{rank="0"}}'] > versions[f'megastream_{name}{{rank="0"}}'] >= 0
     assert end['megastream_staging_bytes{rank="0"}'] == 0, "nothing is on its way"
+    assert end["megastream_overtaken_versions_total"] == versions["megastream_overtaken_versions_total"] == 0
     assert end["megastream_refused_attachments_total"] == end["megastream_failed_attachments_total"] == 0
 
 

@@ -21,10 +21,10 @@ class Metric:
 
 ENGINE_METRICS = (
     Metric("attached", "gauge", "1 while a trainer is attached and live."),
-    Metric("poisoned", "gauge", "1 after a commit failed, until a version is committed whole."),
     Metric("overtaken_versions", "counter", "Complete versions that never became live: a newer one was ready first."),
     Metric("refused_attachments", "counter", "Attachments of a trainer that ended before they were live."),
     Metric("failed_attachments", "counter", "Attachments of a trainer that were live and broke."),
+    Metric("poisoned", "gauge", "1 while the engine refuses requests, until a version is live whole on every rank."),
 )
 RANK_METRICS = (
     Metric("staged_version", "gauge", "Newest version that arrived whole on this rank; -1 before the first."),
@@ -34,6 +34,7 @@ RANK_METRICS = (
     Metric("received_bytes", "counter", "Bytes of pieces and headers from the trainer attached last."),
     Metric("staging_bytes", "gauge", "Staging that holds versions, or parts of them, which are not live."),
 )
+_POISONED_COLUMN = 1 + [metric.name for metric in ENGINE_METRICS].index("poisoned")
 _WORKERS_COLUMN = 1 + [metric.name for metric in RANK_METRICS].index("committed_version")
 """Columns of a rank from here on are written by its worker, those before by the engine core. Column 0: row in use."""
 
@@ -45,10 +46,14 @@ class Figures:
         self._numbers = memoryview(compat_metrics.open_page()).cast("d")
 
     def write_engine(self, tally: EngineTally) -> None:
-        """What the engine core has counted."""
-        self._write(-1, 1, tally.attached, tally.poisoned, tally.overtaken, tally.refused, tally.failed)
+        """What the log says, as the engine core has counted it."""
+        self._write(-1, 1, tally.attached, tally.overtaken, tally.refused, tally.failed)
         for rank, counted in tally.ranks.items():
             self._write(rank, 1, counted.staged_version, counted.commits, counted.commit_stall_s)
+
+    def write_poisoned(self, poisoned: bool) -> None:
+        """What the engine core does, for whatever reason: not everything that poisons it is in the log."""
+        self._write(-1, _POISONED_COLUMN, poisoned)
 
     def write_rank(self, rank: int, committed_version: int, received_bytes: int, staging_bytes: int) -> None:
         """What a worker knows."""

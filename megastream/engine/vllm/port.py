@@ -61,6 +61,8 @@ class VllmCorePort:
         self.spans = SpanBook(self.kv)
         self.updating = False
         """Between a native start_weight_update and its finish. All native calls pass through this core."""
+        self.watch_poison: Callable[[bool], None] = lambda poisoned: None
+        """Told in the core's thread when requests are refused, and when they are taken again."""
 
     # -- any thread
 
@@ -234,6 +236,7 @@ class VllmCorePort:
     def become_poisoned(self, reason: str) -> None:
         """Aborts all requests as retryable; a step of theirs that is under way then has nobody to give tokens to."""
         self._poison = reason
+        self.watch_poison(True)
         aborted = compat_core.finish_all_retryable(self._core, self.spans.carried)
         logger.error("engine poisoned, %d requests aborted as retryable: %s", aborted, reason)
 
@@ -241,6 +244,7 @@ class VllmCorePort:
         """All ranks hold the same version again. Differences reported before that no longer matter."""
         if self._poison:
             logger.warning("engine recovered with version %s", self._label)
+            self.watch_poison(False)
         self._poison = ""
         self._reports = self._board.reports()
 
