@@ -22,7 +22,7 @@ from megastream.engine.settings import EngineSettings
 from megastream.engine.stream import StreamSink
 from megastream.engine.whole import WholeSink
 from megastream.layout.shard import RankLayout
-from megastream.protocol.bind import engine_blob, plan_of, put_layout
+from megastream.protocol.bind import engine_blob, plan_of, put_layout, put_units
 from megastream.protocol.control import ControlError, ControlLog
 from megastream.protocol.follow import Follower, Outbox
 from megastream.protocol.lane import LaneError
@@ -249,6 +249,8 @@ class RankAgent:
             )
             self._adopt(bound)
             addresses = bound.inlet.addresses()
+            if self.rank == 0:
+                put_units(self._log, record, plan.units)
         except (ValueError, LaneError, ControlError) as error:
             self._fail(record.attachment, f"engine rank {self.rank} cannot bind: {error}")
             return

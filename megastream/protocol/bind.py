@@ -1,10 +1,12 @@
-"""Builds the plan of an attachment from the layouts that every rank put on the control plane. Alike on all ranks."""
+"""What ranks put on the control plane to be bound, and the plan of an attachment from it. Alike on all ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 from typing import Any
+
+import msgspec
 
 from megastream.families import FAMILIES
 from megastream.layout.shard import RankLayout, Side
@@ -27,6 +29,31 @@ def engine_blob(engine: str, rank: int, kind: PlanKind) -> str:
 
 def put_layout(log: ControlLog, blob: str, layout: RankLayout) -> None:
     log.put_blob(blob, encode_layout(layout))
+
+
+class EngineUnits(msgspec.Struct, frozen=True):
+    """The engine of an attachment, and all units that its ranks hold together."""
+
+    engine: str
+    units: tuple[str, ...]
+
+
+def units_blob(attachment: str) -> str:
+    return f"units/{attachment}"
+
+
+def put_units(log: ControlLog, attach: Attach, units: tuple[str, ...]) -> None:
+    """By engine rank 0, before it says Bound: records of an attachment that lasts are forgotten, blobs are not."""
+    log.put_blob(units_blob(attach.attachment), msgspec.json.encode(EngineUnits(attach.engine, units)))
+
+
+def get_units(log: ControlLog, attachment: str) -> EngineUnits | None:
+    """None for an attachment that no engine was bound to. ProtocolError when it cannot be read."""
+    raw = log.get_blob(units_blob(attachment))
+    try:
+        return None if raw is None else msgspec.json.decode(raw, type=EngineUnits)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"blob {units_blob(attachment)} does not hold an engine's units: {error}") from error
 
 
 def plan_of(

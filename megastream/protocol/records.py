@@ -96,6 +96,8 @@ class Attach(_Record, frozen=True, kw_only=True, tag="attach"):
 
 
 class Bound(_Record, frozen=True, kw_only=True, tag="bound"):
+    """Blob of engine rank 0: `units/<attachment>`, see bind.EngineUnits."""
+
     attachment: str
     side: Who
     rank: int

@@ -8,8 +8,10 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
+from megastream.protocol.bind import get_units
 from megastream.protocol.bounds import check_settings
 from megastream.protocol.control import ControlLog
 from megastream.protocol.journal import SyncError
@@ -139,13 +141,14 @@ class EngineSync:
     def versions(self, label: str) -> dict[str, int]:
         """The version of every unit while tokens were stamped `label`, a mix like `6..7+3`. Reads the whole log.
 
-        SyncError when what the log keeps does not say that the engine was ever there, or does not end in `report_s`.
+        SyncError when what the log keeps does not say that the engine was ever there, or does not end in `report_s`;
+        ProtocolError when the names of the units, which the engine left there, cannot be read.
         """
-        found = versions_of(self._so_far(), self.engine, label)
+        found = versions_of(self._so_far(), partial(get_units, self._log), self.engine, label)
         if not found:
             raise SyncError(
                 f"the log of this run does not say that engine {self.engine} was ever at {label!r}; it knows mixes of "
-                f"two versions, like 6..7+3, for as long as it keeps the records of their attachment"
+                f"two versions, like 6..7+3, for as long as it keeps the records of their commits"
             )
         return found
 

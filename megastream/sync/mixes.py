@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from megastream.protocol.bind import EngineUnits
 from megastream.protocol.mix import Mix, mixed_versions
 from megastream.protocol.part_records import PartCommitted
-from megastream.protocol.records import Attach, Bound, Record
+from megastream.protocol.records import Record
 
 
-def versions_of(records: Iterable[Record], engine: str, label: str) -> dict[str, int]:
-    """Unit -> version while `engine` stamped tokens with `label`, a mix like `6..7+3`; empty when it never did."""
+def versions_of(
+    records: Iterable[Record], units_of: Callable[[str], EngineUnits | None], engine: str, label: str
+) -> dict[str, int]:
+    """Unit -> version while `engine` stamped tokens with `label`, a mix like `6..7+3`.
+
+    `units_of` gives the units of an attachment. Empty when the engine never did, or when records of the version's parts
+    are missing.
+    """
     between = mixed_versions(label)
     if between is None:
         return {}
-    attachments: set[str] = set()
-    units: dict[str, dict[str, None]] = {}
     ahead: dict[tuple[str, int], tuple[str, ...]] = {}
     for record in records:
-        match record:
-            case Attach() if record.engine == engine:
-                attachments.add(record.attachment)
-            case Bound() if record.attachment in attachments:
-                units.setdefault(record.attachment, {}).update(dict.fromkeys(record.units))
-            case PartCommitted() if record.attachment in attachments:
-                version = (record.attachment, record.version)
-                ahead[version] = ahead.get(version, ()) + record.units
-                if record.label == label:
-                    behind = tuple(unit for unit in units[record.attachment] if unit not in ahead[version])
-                    return Mix(*between, ahead[version], behind).vector()
+        if not isinstance(record, PartCommitted):
+            continue
+        version = (record.attachment, record.version)
+        parts = ahead[version] = ahead.get(version, ()) + record.units
+        bound = units_of(record.attachment) if record.label == label else None
+        if bound is None or bound.engine != engine:
+            continue
+        mix = Mix(*between, parts, tuple(unit for unit in bound.units if unit not in parts))
+        if mix.label == label:
+            return mix.vector()
     return {}

@@ -78,6 +78,8 @@ def test_what_is_live_early_is_of_the_new_version_and_the_rest_of_the_old(mesh: 
         assert all(EARLY[gate](tensor) for tensor in changed) and not any(map(EARLY[gate], unchanged))
         labels = [request.label for request in e.core.commits]
         assert labels[-1] == "1" and all(label.startswith("0..1+") for label in labels[:-1])
+        host, mixes = EngineSync(MemoryLog(e.store), engine="e"), [request.mix for request in e.core.commits[:-1]]
+        assert [host.versions(mix.label) for mix in mixes] == [mix.vector() for mix in mixes]
         assert e.differing(1) == wrong == []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from megastream.engine.contract import CommitRequest
 from megastream.engine.coordinator import Coordinator
 from megastream.engine.settings import EngineSettings
+from megastream.protocol.bind import put_units
 from megastream.protocol.mix import Gate
 from megastream.protocol.part_records import GateSet, SetGate, UnitsSealed
 from megastream.protocol.records import (
@@ -98,7 +99,9 @@ class Bench:
     def bind(self, incarnation: int = 1, base: int = 0, **changes: Any) -> None:
         """Plan and lanes are there; the base version is not."""
         attachment = changes.get("attachment") or f"i{incarnation}"
-        self.post(attach_record(incarnation, base, **changes))
+        attach = attach_record(incarnation, base, **changes)
+        self.post(attach)
+        put_units(self.log, attach, tuple(PARTS))
         for rank in range(2):
             held = tuple(unit for unit, ranks in PARTS.items() if rank in ranks)
             self.post(Bound(attachment=attachment, side="engine", rank=rank, digest="digest", units=held))

@@ -12,6 +12,8 @@ from megastream.protocol.part_records import Mixed, PartCommitted
 from megastream.protocol.records import Attached, Committed, Detached, Failed, Poisoned, TrainingFinished
 from megastream.sync import EngineSync, SyncError
 from tests.helpers.coordinator_bench import SETTINGS, STAGES, Bench, asked, bench, nothing_asked
+from tests.helpers.edits import replace
+from tests.helpers.memory_log import MemoryLog, MemoryStore
 from tests.helpers.spine import eventually
 
 
@@ -166,6 +168,24 @@ def test_the_versions_of_all_units_are_read_from_the_log() -> None:
         for engine, label in (("e", "0..1+1"), ("e", "1"), ("another", "0..1+2")):
             with pytest.raises(SyncError, match=f"engine {engine} was ever at {re.escape(repr(label))}"):
                 EngineSync(b.log, engine=engine).versions(label)
+
+
+def test_a_label_is_explained_for_as_long_as_the_log_keeps_the_commits_of_its_parts() -> None:
+    """An attachment lives longer than the records with which it began."""
+    with bench(SETTINGS, "stage") as b:
+        live_in_part(b)
+        first = STAGES["s1"][0]
+        known = EngineSync(b.log, engine="e").versions("0..1+2")
+        commits = b.records(PartCommitted)
+        two = replace(commits[0], units=(first,), label="0..1+3")
+        kept = MemoryStore()
+        kept.blobs, kept.records = dict(b.store.blobs), [*commits, two]
+        host = EngineSync(MemoryLog(kept), engine="e")
+        assert host.versions("0..1+2") == known
+        assert host.versions("0..1+3") == {**known, first: 1}
+        kept.records = [two]  # the first part's record is forgotten, too: what was ahead is not known
+        with pytest.raises(SyncError, match="as long as it keeps the records of their commits"):
+            host.versions("0..1+3")
 
 
 def test_a_trainer_that_waits_for_a_version_of_which_a_part_failed_goes_on_waiting() -> None:
