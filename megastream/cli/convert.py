@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megastream.convert.types import FORMS, ConvertError, Form
+from megastream.convert.types import DTYPES, FORMS, ConvertError, Dtype, Form
 
 if TYPE_CHECKING:
     from megastream.convert.run import OnBytes
@@ -32,6 +32,10 @@ def convert_command(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="The folder that is read; its form is found out.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder that is written.")],
     to: Annotated[str, typer.Option(help=f"The form of DST: {', '.join(FORMS)}.")] = "hf",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp8-block128: linears in fp8 with a scale per 128 x 128, for --to hf.", show_default=False),
+    ] = None,
     config: _Config = None,
     from_layout: _FromLayout = None,
     to_layout: Annotated[
@@ -49,6 +53,7 @@ def convert_command(
     with _one_line("convert"), _bar(f"{source.name} to {to}") as on_bytes:
         options = Options(
             to=_form(to),
+            dtype=_dtype(dtype),
             config=config,
             from_layout=from_layout,
             to_layout=to_layout,
@@ -85,6 +90,8 @@ def verify_command(
         raise typer.Exit(1)
     forms = " and ".join(done.forms)
     typer.echo(f"equal: {done.num_tensors} tensors, {done.num_elements} elements of {other} compared ({forms})")
+    if done.num_fp8:
+        typer.echo(f"{done.num_fp8} of them are in fp8, and equal within half a step of it where only one side is")
 
 
 @contextmanager
@@ -101,6 +108,13 @@ def _form(name: str) -> Form:
         if form == name:
             return form
     raise ConvertError(f"--to is {name!r}; forms are {', '.join(FORMS)}")
+
+
+def _dtype(name: str | None) -> Dtype | None:
+    for dtype in (None, *DTYPES):
+        if dtype == name:
+            return dtype
+    raise ConvertError(f"--dtype is {name!r}; it is {', '.join(DTYPES)}, or left out: types stay what they are")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from megastream.cli.plan_html import html_page
 from megastream.cli.plan_limits import check_plan
 from megastream.cli.plan_report import Report, as_dict, print_report
 from megastream.families import ModelShape, family_of, load_shape
+from megastream.families.contract import contract
 from megastream.families.refused import refused
 from megastream.families.shipped import num_parameters, shape_of_model
 from megastream.layout.mesh import Mesh, parse_engine_mesh, parse_trainer_mesh
@@ -89,6 +90,7 @@ def _report(
         staging_bytes=tuple(
             sum(spec.num_elements * item_bytes(spec.dtype) for spec in layout.buffers) for layout in targets
         ),
+        types=contract(family, shape),
         refused=refused(shape),
         hardware=machine,
         expected=None if machine is None else expect(cost, load_of(both, is_expert, active), machine),

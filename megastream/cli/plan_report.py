@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megastream.families.contract import Typed
 from megastream.families.refused import Refused
 from megastream.layout.mesh import Mesh, engine_coords, trainer_coords
 from megastream.plan import Plan
@@ -37,6 +38,7 @@ class Report:
     plan: Plan
     cost: PlanCost
     staging_bytes: tuple[int, ...]
+    types: tuple[Typed, ...]
     refused: tuple[Refused, ...]
     hardware: Hardware | None
     expected: Expected | None
@@ -106,6 +108,7 @@ def as_dict(report: Report) -> dict[str, Any]:
             "target": {"rank": cost.busiest_target, "bytes": cost.by_target[cost.busiest_target]},
         },
         "peak_staging_bytes": STAGING_SETS * max(report.staging_bytes),
+        "types": [asdict(each) for each in report.types],
         "refused": [asdict(each) for each in report.refused],
         "expected": _expected_dict(report),
     }
@@ -142,6 +145,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(_side("trainer", "sends", trainer_groups(report.trainer), cost.by_source, cost.pieces_by_source))
     console.print(_side("engine", "receives", engine_groups(report.engine), cost.by_target, cost.pieces_by_target))
     console.print(_links(cost))
+    console.print(_types(report.types))
     if report.expected is not None and report.hardware is not None:
         console.print(_expected(report.expected, report.hardware))
         _print_model(report.hardware, console)
@@ -200,6 +204,15 @@ def _links(cost: PlanCost) -> Table:
     table = _table(f"\n{len(cost.by_link):,} links{more}", "trainer to engine rank", "bytes")
     for (source, target), num_bytes in shown:
         table.add_row(f"{source} to {target}", size(num_bytes))
+    return table
+
+
+def _types(types: Sequence[Typed]) -> Table:
+    """Tensor by tensor; one line for all of them when they are alike."""
+    alike = len({(each.trainer, each.engine) for each in types}) == 1
+    table = _table("\ntypes", "", "trainer", "engine")
+    for each in types[:1] if alike else types:
+        table.add_row("all tensors" if alike else each.tensors, each.trainer, each.engine)
     return table
 
 

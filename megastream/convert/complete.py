@@ -8,7 +8,8 @@ from math import prod
 
 import numpy as np
 
-from megastream.convert.dtypes import Array, as_float
+from megastream.convert.dtypes import FP8, Array, as_float
+from megastream.convert.fp8 import scale_name
 from megastream.convert.model import Model
 from megastream.convert.reading import Reader, parts
 from megastream.convert.types import ConvertError, Holding
@@ -33,9 +34,12 @@ class Difference:
         return f"{self.tensor}[{at}] is {self.values[0]:.9g} in one and {self.values[1]:.9g} in the other"
 
 
-def check_complete(holding: Holding, model: Model) -> None:
-    """ConvertError names weights that are missing, the region of one that nothing holds, or a type that is not ours."""
-    _check_dtypes(holding)
+def check_complete(holding: Holding, model: Model, *, fp8: bool = False) -> None:
+    """ConvertError names weights that are missing, the region of one that nothing holds, or a type that is not ours.
+
+    `fp8`: weights in fp8 are fine where their scales are there.
+    """
+    _check_dtypes(holding, fp8)
     shards = by_tensor(holding)
     expected = model.tensors()
     missing = [name for name in expected if name not in shards]
@@ -56,12 +60,16 @@ def check_complete(holding: Holding, model: Model) -> None:
             )
 
 
-def _check_dtypes(holding: Holding) -> None:
+def _check_dtypes(holding: Holding, fp8: bool) -> None:
     for layout in holding.layouts:
         for spec in layout.buffers:
-            if spec.dtype not in ITEM_BYTES:
+            scaled = spec.dtype == FP8 and (layout.rank, scale_name(spec.name)) in holding.extents
+            if spec.dtype not in ITEM_BYTES and not (fp8 and scaled):
+                more = "; fp8 can be verified only, convert the weights that it was made of" if scaled else ""
                 where = holding.where(layout.rank, spec.name)
-                raise ConvertError(f"{where} is {spec.dtype}; types that can be converted are {', '.join(ITEM_BYTES)}")
+                raise ConvertError(
+                    f"{where} is {spec.dtype}; types that can be converted are {', '.join(ITEM_BYTES)}{more}"
+                )
 
 
 def check_replicas(holding: Holding, reader: Reader) -> int:

@@ -13,19 +13,29 @@ from megastream.convert.mp_rank import plan_mp_rank, read_mp_rank
 from megastream.convert.sharded_state import FILE, plan_sharded_state, read_sharded_state
 from megastream.convert.torch_dist import read_torch_dist
 from megastream.convert.torch_dist_write import plan_torch_dist
-from megastream.convert.types import ConvertError, Form, Holding, Target
+from megastream.convert.types import ConvertError, Dtype, Form, Holding, Target
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 """In the root of Megatron's checkpoints: the number of the newest one."""
 _CURRENT = "CURRENT"
 """In the root of a `megastream train`: the name of the newest one."""
+_NO_FP8: dict[Form, str] = {
+    "torch_dist": "is what a trainer goes on from, in the types that it trains in",
+    "mp_rank": "is what a trainer goes on from, in the types that it trains in",
+    "sharded_state": "holds fp8 as the kernels of one engine lay it out",
+}
+"""Why a form has no weights in fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to read and write. Layouts are strings as `megastream plan` takes them; None where the files say."""
+    """How to read and write. Layouts are strings as `megastream plan` takes them; None where the files say.
+
+    `dtype` of the weights of linears; None: types stay what they are.
+    """
 
     to: Form = "hf"
+    dtype: Dtype | None = None
     config: Path | None = None
     from_layout: str | None = None
     to_layout: str | None = None
@@ -74,6 +84,8 @@ def read_form(folder: Path, model: Model, layout: str | None) -> Holding:
 def plan_target(folder: Path, model: Model, dtypes: Mapping[str, str], options: Options) -> Target:
     """What is written for a model whose tensors have these dtypes."""
     most, layout = options.max_file_bytes, options.to_layout
+    if options.dtype is not None:
+        _check_fp8(model, options.to)
     if options.to in ("mp_rank", "sharded_state"):
         if layout is None:
             raise ConvertError(f'{options.to} has a file for each rank; say which with --to-layout, e.g. "tp2 ep2"')
@@ -82,5 +94,17 @@ def plan_target(folder: Path, model: Model, dtypes: Mapping[str, str], options: 
         return plan_sharded_state(folder, model, dtypes, layout, most)
     if layout is not None:
         raise ConvertError(f"{options.to} has no layout; leave --to-layout out")
-    plan = plan_torch_dist if options.to == "torch_dist" else plan_hf
-    return plan(folder, model, dtypes, most)
+    if options.to == "torch_dist":
+        return plan_torch_dist(folder, model, dtypes, most)
+    return plan_hf(folder, model, dtypes, most, fp8=options.dtype is not None)
+
+
+def _check_fp8(model: Model, form: Form) -> None:
+    if form in _NO_FP8:
+        raise ConvertError(f"--dtype fp8-block128 is for --to hf; {form} {_NO_FP8[form]}")
+    stacked = [row for row in model.family.rows if row.kind == "expert" and not all(s.linear for s in row.sources)]
+    if stacked:
+        raise ConvertError(
+            f"--dtype fp8-block128 is for experts with a tensor each; {model.family.name} stacks them in "
+            f"{stacked[0].sources[0].name.format(layer=0)}, for which these files have no scales; leave --dtype out"
+        )

@@ -1,4 +1,7 @@
-"""Hugging Face's form: safetensors files, more than one of them with an index that says which tensor is where."""
+"""Hugging Face's form: safetensors files, more than one of them with an index that says which tensor is where.
+
+A weight in fp8 has its scales in a tensor of their own: a buffer beside its own, whose name tells it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
+from megastream.convert.dtypes import FP8
+from megastream.convert.fp8 import scale_name, scale_shape
 from megastream.convert.model import Model
 from megastream.convert.safetensors_file import Stored, grouped, layout_file, num_bytes, read_header
 from megastream.convert.types import ConvertError, Extent, Holding, NewFile, Target
@@ -40,11 +45,12 @@ def read_hf(folder: Path, model: Model) -> Holding:
     own: dict[str, TensorSpec] = {}
     again: dict[str, TensorSpec] = {}
     tensors = model.tensors()
+    scales = _scales(folder, found, tensors)
     for name, (file, entry) in found.items():
-        spec = tensors.get(name) or tensors.get(_tied(model, name, tensors) or "")
+        spec = tensors.get(name) or tensors.get(_tied(model, name, tensors) or "") or scales.get(name)
         if spec is None:
             raise ConvertError(f"{folder / file}: {name} is no tensor of this {model.family.name}; see its config.json")
-        if entry.shape != (expected := model.in_file(spec).shape):
+        if entry.shape != (expected := spec.shape if name in scales else model.in_file(spec).shape):
             raise ConvertError(f"{folder / file}: {name} has shape {entry.shape}, config.json says {expected}")
         (own if spec.name == name else again)[name] = TensorSpec(spec.name, spec.shape, entry.dtype)
     holders = [own, again] if again else [own]
@@ -57,20 +63,26 @@ def read_hf(folder: Path, model: Model) -> Holding:
     )
 
 
-def plan_hf(folder: Path, model: Model, dtypes: Mapping[str, str], max_file_bytes: int) -> Target:
-    """Files of at most `max_file_bytes` (one tensor at least), in the model's order, as transformers names them."""
+def plan_hf(folder: Path, model: Model, dtypes: Mapping[str, str], max_file_bytes: int, *, fp8: bool = False) -> Target:
+    """Files of at most `max_file_bytes` (one tensor at least), in the model's order, as transformers names them.
+
+    `fp8`: the weights of linears are written in fp8, and their scales behind them.
+    """
     specs = [TensorSpec(spec.name, spec.shape, dtypes[spec.name]) for spec in model.tensors().values()]
-    groups = grouped(specs, max_file_bytes)
+    stored: list[TensorSpec] = []
+    for spec in map(model.in_file, specs):
+        stored += _in_fp8(spec) if fp8 and model.family.is_linear(spec.name) else [spec]
+    groups = grouped(stored, max_file_bytes)
     files: list[NewFile] = []
     extents: dict[tuple[int, str], Extent] = {}
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
-        file, starts = layout_file(name, [model.in_file(spec) for spec in group])
+        file, starts = layout_file(name, group)
         files.append(file)
         extents |= {(0, tensor): Extent(name, start) for tensor, start in starts.items()}
         weight_map |= dict.fromkeys(sorted(starts), name)
-    index = {"metadata": {"total_size": sum(map(num_bytes, specs))}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {"metadata": {"total_size": sum(map(num_bytes, stored))}, "weight_map": dict(sorted(weight_map.items()))}
     return Target(
         Holding("hf", folder, (_layout(0, {spec.name: spec for spec in specs}, world_size=1, side="engine"),), extents),
         tuple(files),
@@ -96,6 +108,31 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
         if Path(file).name != file or not (folder / file).is_file():
             raise ConvertError(f"{folder / INDEX} names {file}, which is not there; fetch it, or the right index")
     return {file: placed[file] for file in sorted(placed)}
+
+
+def _scales(
+    folder: Path, found: Mapping[str, tuple[str, Stored]], tensors: Mapping[str, TensorSpec]
+) -> dict[str, TensorSpec]:
+    """The scales of what is stored in fp8. ConvertError names a weight that has none, or none that is known."""
+    scales: dict[str, TensorSpec] = {}
+    for weight, (file, entry) in found.items():
+        if entry.dtype != FP8 or weight not in tensors:
+            continue
+        name, shape = scale_name(weight), tensors[weight].shape
+        if name not in found or found[name][1].dtype != "float32" or len(shape) != 2:
+            raise ConvertError(
+                f"{folder / file}: {weight} of shape {shape} is {FP8} and needs {name} of shape {scale_shape(shape)}, "
+                "float32, one for each 128 x 128; other ways to quantize are not read"
+            )
+        scales[name] = TensorSpec(name, scale_shape(shape), "float32")
+    return scales
+
+
+def _in_fp8(spec: TensorSpec) -> list[TensorSpec]:
+    return [
+        TensorSpec(spec.name, spec.shape, FP8),
+        TensorSpec(scale_name(spec.name), scale_shape(spec.shape), "float32"),
+    ]
 
 
 def _tied(model: Model, name: str, tensors: Mapping[str, TensorSpec]) -> str | None:

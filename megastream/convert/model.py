@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
+from megastream.convert.fp8 import QUANTIZATION
 from megastream.convert.types import ConvertError
 from megastream.families import Family, ModelShape, family_of, load_shape
 from megastream.layout.shard import TensorSpec
 
 CONFIG = "config.json"
+_QUANTIZATION = "quantization_config"
 _SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
 _NOT_OURS = {"metadata.json", "manifest.json", "versions.json"}
 """JSON files of Megatron's and megastream's checkpoints, which say something about the files beside them."""
@@ -42,6 +46,23 @@ class Model:
         if self.config.name != CONFIG:
             return {CONFIG: self.config}
         return {path.name: path for path in sorted(self.config.parent.iterdir()) if _is_side_file(path)}
+
+    def config_json(self, *, fp8: bool) -> bytes:
+        """config.json beside weights whose linears are in fp8, or beside weights that are not quantized.
+
+        It is the model's own but for what it says of quantization. Engines and transformers quantize every linear that
+        is not named there, so all modules are whose matrix stays as it is.
+        """
+        data = self.config.read_bytes()
+        config: dict[str, Any] = json.loads(data)
+        before = dict(config)
+        config.pop(_QUANTIZATION, None)
+        if fp8:
+            kept = [s.name for s in self.tensors().values() if len(s.shape) == 2 and not self.family.is_linear(s.name)]
+            kept.append(self.family.outer_names("engine", self.shape)["head"])  # also where it is tied, and no tensor
+            modules = sorted({name.removesuffix(".weight") for name in kept})
+            config[_QUANTIZATION] = {**QUANTIZATION, "modules_to_not_convert": modules}
+        return data if config == before else (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def find_model(weights: Path, config: Path | None) -> Model:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
 
+from megastream.convert.compare_fp8 import Held, fp8_difference
 from megastream.convert.complete import Difference, by_tensor, check_complete, check_replicas, first_difference
 from megastream.convert.contract import target_dtypes
 from megastream.convert.execute import MIN_MEMORY_BYTES, Job, Writer, jobs_of
 from megastream.convert.forms import Options, plan_target, read_form
+from megastream.convert.fp8 import scale_name
 from megastream.convert.landing import Landing
 from megastream.convert.model import CONFIG, Model, find_model
 from megastream.convert.reading import Reader
 from megastream.convert.types import ConvertError, Form, Holding, Target
 from megastream.layout.box import Box
-from megastream.layout.shard import RankLayout
+from megastream.layout.shard import RankLayout, Shard
 from megastream.plan.build import build_plan
 from megastream.plan.types import Plan
 
@@ -47,11 +49,12 @@ class Converted:
 
 @dataclass(frozen=True)
 class Verified:
-    """`difference` is None when both hold the same values."""
+    """`difference` is None when both hold the same values; `num_fp8` elements of them are in fp8 on a side."""
 
     forms: tuple[Form, Form]
     num_tensors: int
     num_elements: int
+    num_fp8: int
     difference: Difference | None
 
 
@@ -80,7 +83,9 @@ def convert(
             done = landing.open(new, resume=resume)
             with Writer(landing.files, reader, options.memory_bytes) as writer:
                 _write(writer, landing, jobs, done, on_bytes)
-        beside = ((name, path.read_bytes()) for name, path in model.side_files().items())
+        config = model.config_json(fp8=options.dtype is not None)
+        files = model.side_files().items()
+        beside = ((name, config if name == CONFIG else path.read_bytes()) for name, path in files)
         landing.publish((*beside, *new.last))
     except OSError as error:
         raise _refusal(error, target) from error
@@ -90,7 +95,7 @@ def convert(
 
 
 def verify(one: Path, other: Path, options: Options, on_bytes: OnBytes) -> Verified:
-    """Compares two folders of any two forms by value: every tensor, every copy of it.
+    """Compares two folders of any two forms by value: every tensor, every copy of it; see `fp8_difference` for fp8.
 
     ConvertError when one of them cannot be read, or lacks a weight. The layouts of the options are those of `one` and
     `other`, where their files do not say.
@@ -99,25 +104,40 @@ def verify(one: Path, other: Path, options: Options, on_bytes: OnBytes) -> Verif
     model = find_model(one, config)
     holdings = read_form(one, model, options.from_layout), read_form(other, model, options.to_layout)
     for holding in holdings:
-        check_complete(holding, model)
+        check_complete(holding, model, fp8=True)
     left, right = map(by_tensor, holdings)
-    total = sum(shard.box.volume for shards in right.values() for shard in shards)
-    compared = 0
+    total = sum(shard.box.volume for name in model.tensors() for shard in right[name])
+    compared = num_fp8 = 0
+    difference: Difference | None = None
     with Reader(holdings[0]) as reader, Reader(holdings[1]) as other_reader:
         check_replicas(holdings[0], reader)
-        for name in model.tensors():
-            found = []
-            for mine, theirs in product({shard.box: shard for shard in left[name]}.values(), right[name]):
-                common = mine.box.intersect(theirs.box)
-                if common is not None:
-                    found.append(first_difference(reader, mine, other_reader, theirs, common))
-            differences = [difference for difference in found if difference is not None]
-            compared += sum(shard.box.volume for shard in right[name])
+        if any(scale_name(name) in side for side in (left, right) for name in model.tensors()):
+            check_replicas(holdings[1], other_reader)  # all else compares each copy with the other side
+        for name, spec in model.tensors().items():
+            mine, theirs = _held(reader, left, name), _held(other_reader, right, name)
+            in_fp8 = mine.scales is not None or theirs.scales is not None
+            difference = fp8_difference(name, spec.shape, mine, theirs) if in_fp8 else _difference(mine, theirs)
+            volume = sum(shard.box.volume for shard in right[name])
+            compared, num_fp8 = compared + volume, num_fp8 + volume * in_fp8
             on_bytes(compared, total)
-            if differences:
-                first = min(differences, key=lambda difference: difference.index)
-                return Verified((holdings[0].form, holdings[1].form), len(left), compared, first)
-    return Verified((holdings[0].form, holdings[1].form), len(left), compared, None)
+            if difference is not None:
+                break
+    forms = holdings[0].form, holdings[1].form
+    return Verified(forms, len(model.tensors()), compared, num_fp8, difference)
+
+
+def _held(reader: Reader, shards: Mapping[str, Sequence[Shard]], name: str) -> Held:
+    return Held(reader, shards[name], next(iter(shards.get(scale_name(name), ())), None))
+
+
+def _difference(one: Held, other: Held) -> Difference | None:
+    found = []
+    for mine, theirs in product({shard.box: shard for shard in one.shards}.values(), other.shards):
+        common = mine.box.intersect(theirs.box)
+        if common is not None:
+            found.append(first_difference(one.reader, mine, other.reader, theirs, common))
+    differences = [difference for difference in found if difference is not None]
+    return min(differences, key=lambda difference: difference.index, default=None)
 
 
 def _check_paths(source: Path, target: Path) -> None:

@@ -12,15 +12,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megastream.convert.dtypes import FP8
 from megastream.convert.types import ConvertError, NewFile
 from megastream.layout.shard import TensorSpec
 
 METADATA = {"format": "pt"}
 """What transformers asks of a file before it reads it."""
 
-_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": FP8}
+"""In the order of safetensors' writer."""
 _CODES = {name: code for code, name in _NAMES.items()}
-_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
+_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2} | {
+    "F8_E4M3": 1
+}
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 _ALIGNMENT = 8

@@ -11,6 +11,8 @@ from megastream.layout.shard import RankLayout
 
 Form = Literal["hf", "torch_dist", "mp_rank", "sharded_state"]
 FORMS: tuple[Form, ...] = ("hf", "torch_dist", "mp_rank", "sharded_state")
+Dtype = Literal["fp8-block128"]
+DTYPES: tuple[Dtype, ...] = ("fp8-block128",)
 
 
 class ConvertError(ValueError):
@@ -32,7 +34,8 @@ class Extent:
 class Holding:
     """Weights in files: one layout for each rank (or other holder) of the form, and the place of every buffer.
 
-    `extents` is keyed by (rank, buffer). `left_out` names what lies in the files and is no weight of the model.
+    `extents` is keyed by (rank, buffer); a buffer that is written in fp8 has its scales beside it, under `scale_name`.
+    `left_out` names what lies in the files and is no weight of the model.
     """
 
     form: Form

@@ -28,13 +28,14 @@ from megastream.families.rows import (
     experts,
     hf,
     layer_row,
+    linear,
     router,
     trainer_row,
 )
 from megastream.families.types import ModelShape
 
-_Q_DOWN = hf("self_attn.q_a_proj.weight", "q_lora", "hidden")
-_KV_DOWN = hf("self_attn.kv_a_proj_with_mqa.weight", "kv_a", "hidden")
+_Q_DOWN = linear("self_attn.q_a_proj.weight", "q_lora", "hidden")
+_KV_DOWN = linear("self_attn.kv_a_proj_with_mqa.weight", "kv_a", "hidden")
 _Q_NORM = ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight")
 _KV_NORM = ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight")
 
@@ -44,10 +45,13 @@ LATENT_ATTENTION = (
     trainer_row("every", _Q_DOWN, "self_attention.linear_q_down_proj.weight", "latent"),
     layer_row("every", hf("self_attn.q_a_layernorm.weight", "q_lora"), _Q_NORM),
     layer_row(
-        "every", hf("self_attn.q_b_proj.weight", "q", "q_lora"), "self_attention.linear_q_up_proj.weight", "column"
+        "every", linear("self_attn.q_b_proj.weight", "q", "q_lora"), "self_attention.linear_q_up_proj.weight", "column"
     ),
     layer_row(
-        "every", hf("self_attn.q_proj.weight", "q_direct", "hidden"), "self_attention.linear_q_proj.weight", "column"
+        "every",
+        linear("self_attn.q_proj.weight", "q_direct", "hidden"),
+        "self_attention.linear_q_proj.weight",
+        "column",
     ),
     trainer_row("every", _KV_DOWN, "self_attention.linear_kv_down_proj.weight", "latent"),
     engine_row("every", (_Q_DOWN, _KV_DOWN), "self_attn.fused_qkv_a_proj.weight"),
@@ -55,11 +59,11 @@ LATENT_ATTENTION = (
     layer_row("every", hf("self_attn.kv_a_layernorm.weight", "kv_lora"), _KV_NORM),
     layer_row(
         "every",
-        hf("self_attn.kv_b_proj.weight", "kv_b", "kv_lora"),
+        linear("self_attn.kv_b_proj.weight", "kv_b", "kv_lora"),
         "self_attention.linear_kv_up_proj.weight",
         "column",
     ),
-    layer_row("every", hf("self_attn.o_proj.weight", "hidden", "v"), "self_attention.linear_proj.weight", "row"),
+    layer_row("every", linear("self_attn.o_proj.weight", "hidden", "v"), "self_attention.linear_proj.weight", "row"),
     MLP_NORM,
 )
 ROWS = (

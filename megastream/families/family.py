@@ -78,6 +78,15 @@ class Family:
                 return (*dims[: -source.joined], prod(dims[-source.joined :]))
         raise ValueError(f"Hugging Face tensor {name} is not in family {self.name} with this config.json")
 
+    def is_linear(self, name: str) -> bool:
+        """Whether a Hugging Face tensor is the weight of a linear; see `Source`."""
+        return _NUMBER.sub(".#", name) in self._linears
+
+    def dtypes(self, name: str, shape: ModelShape) -> tuple[str, str]:
+        """The types that the trainer and the engine keep a Hugging Face tensor in."""
+        fp32 = self._match(self._hf_index, name, "Hugging Face tensor").row.fp32
+        return "float32" if "trainer" in fp32 else shape.dtype, "float32" if "engine" in fp32 else shape.dtype
+
     @property
     def has_mtp(self) -> bool:
         """Whether the table has the layers of multi-token prediction."""
@@ -212,6 +221,10 @@ class Family:
             dtype = "float32" if "file" in row.fp32 else shape.dtype
             found = known[id(row)] = _Sized(row, _exists(row, sizes), sources, dtype)
         return found
+
+    @cached_property
+    def _linears(self) -> frozenset[str]:
+        return frozenset(_FIELD.sub("#", s.name) for row in self.rows for s in row.sources if s.linear)
 
     @cached_property
     def _hf_index(self) -> dict[str, Row]:

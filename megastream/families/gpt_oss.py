@@ -16,7 +16,7 @@ from typing import Any
 from megastream.families.config import number
 from megastream.families.decoder import decoder_shape, decoder_sizes, only_experts
 from megastream.families.family import Family
-from megastream.families.rows import INPUT_NORM, MLP_NORM, ends, expert_linear, hf, layer_row, qkv, router
+from megastream.families.rows import INPUT_NORM, MLP_NORM, ends, expert_linear, hf, layer_row, linear, qkv, router
 from megastream.families.types import ModelShape, Row, Source
 
 _EXPERTS = "mlp.experts."
@@ -27,8 +27,8 @@ def _gate_up(name: str, *dims: str) -> Source:
     return replace(hf(_EXPERTS + name, *dims, "expert_ffn", "two"), joined=2)
 
 
-def _stacked(source: Source, linear: str, trainer_rule: str, engine: str, engine_rule: str) -> Row:
-    names = expert_linear(linear, engine.rpartition("_")[2])
+def _stacked(source: Source, megatron: str, trainer_rule: str, engine: str, engine_rule: str) -> Row:
+    names = expert_linear(megatron, engine.rpartition("_")[2])
     more: dict[str, Any] = dict(kind="expert", engine_stacked=True, engine_rule=engine_rule)
     return layer_row("moe", source, names, trainer_rule, engine=f"{_EXPERTS}routed_experts.{engine}", **more)
 
@@ -36,7 +36,7 @@ def _stacked(source: Source, linear: str, trainer_rule: str, engine: str, engine
 GATE_UP, GATE_UP_BIAS = _gate_up("gate_up_proj", "experts", "hidden"), _gate_up("gate_up_proj_bias", "experts")
 DOWN = hf(f"{_EXPERTS}down_proj", "experts", "expert_ffn", "hidden")
 DOWN_BIAS = hf(f"{_EXPERTS}down_proj_bias", "experts", "hidden")
-OUTPUT, OUTPUT_BIAS = hf("self_attn.o_proj.weight", "hidden", "q"), hf("self_attn.o_proj.bias", "hidden")
+OUTPUT, OUTPUT_BIAS = linear("self_attn.o_proj.weight", "hidden", "q"), hf("self_attn.o_proj.bias", "hidden")
 SINKS, _OFFSET = hf("self_attn.sinks", "heads"), "self_attention.core_attention.softmax_offset"
 
 ROWS = (

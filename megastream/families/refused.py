@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megastream.families.contract import FP8_BLOCKS, fp8_blocks
 from megastream.families.types import ModelShape
 
 
@@ -29,10 +30,12 @@ def refused(shape: ModelShape) -> tuple[Refused, ...]:
             )
         )
     if shape.raw.get("quantization_config"):
+        files = f"; `megastream convert --dtype {FP8_BLOCKS}` writes files for them" if fp8_blocks(shape) else ""
         found.append(
             Refused(
                 "*.weight_scale_inv, *_blocks, *_scales",
-                f"quantization_config: weights travel and are served as {shape.dtype}; quantized engines are refused",
+                f"quantization_config: weights travel and are served as {shape.dtype}; quantized engines are refused"
+                + files,
             )
         )
     return tuple(found)

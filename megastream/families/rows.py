@@ -21,6 +21,11 @@ def hf(name: str, *dims: str) -> Source:
     return Source(_HF + name, dims)
 
 
+def linear(name: str, *dims: str) -> Source:
+    """The weight of a linear; see `Source`."""
+    return Source(_HF + name, dims, linear=True)
+
+
 def layer_row(
     layers: Layers,
     sources: Source | tuple[Source, ...],
@@ -74,17 +79,18 @@ def _end(kind: Any, source: Source, trainer: str, rule: str, spare: bool, **more
 
 def mlp(layers: Layers, prefix: str, ffn: str, trainer: str) -> tuple[Row, ...]:
     """A gated MLP, `prefix` on Hugging Face's and vLLM's side, that tensor parallelism cuts: dense or shared expert."""
-    gate, up = hf(f"{prefix}gate_proj.weight", ffn, "hidden"), hf(f"{prefix}up_proj.weight", ffn, "hidden")
+    gate, up = (linear(f"{prefix}{name}_proj.weight", ffn, "hidden") for name in ("gate", "up"))
+    down = linear(f"{prefix}down_proj.weight", "hidden", ffn)
     return (
         layer_row(layers, (gate, up), f"{trainer}linear_fc1.weight", "gated", engine=f"{prefix}gate_up_proj.weight"),
-        layer_row(layers, hf(f"{prefix}down_proj.weight", "hidden", ffn), f"{trainer}linear_fc2.weight", "row"),
+        layer_row(layers, down, f"{trainer}linear_fc2.weight", "row"),
     )
 
 
 def experts(prefix: str = "mlp.experts.", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Any:
     """Routed experts, one Hugging Face tensor each; `names` are those of gate, up and down. vLLM stacks them."""
-    gate, up = (hf(f"{prefix}{{expert}}.{name}.weight", "expert_ffn", "hidden") for name in names[:2])
-    down = hf(f"{prefix}{{expert}}.{names[2]}.weight", "hidden", "expert_ffn")
+    gate, up = (linear(f"{prefix}{{expert}}.{name}.weight", "expert_ffn", "hidden") for name in names[:2])
+    down = linear(f"{prefix}{{expert}}.{names[2]}.weight", "hidden", "expert_ffn")
     stacked: dict[str, Any] = dict(kind="expert", engine_stacked=True)
     fc1, fc2 = expert_linear("linear_fc1"), expert_linear("linear_fc2")
     return (
@@ -105,8 +111,10 @@ def router(name: str = "mlp.gate.weight", **more: Any) -> Row:
 
 def qkv(what: str, sizes: tuple[str, str], *dims: str, engine: str = "self_attn.qkv_proj.") -> Row:
     """Queries, keys and values in one parameter; `sizes` of the queries' rows and of the others'."""
+    source = linear if what == "weight" else hf
     sources = tuple(
-        hf(f"self_attn.{name}_proj.{what}", size, *dims) for name, size in zip("qkv", (*sizes, sizes[1]), strict=True)
+        source(f"self_attn.{name}_proj.{what}", size, *dims)
+        for name, size in zip("qkv", (*sizes, sizes[1]), strict=True)
     )
     trainer = f"self_attention.linear_qkv.{what}"
     return layer_row("every", sources, trainer, "grouped_qkv", engine=engine + what, engine_rule="concat_qkv")
@@ -124,7 +132,9 @@ MLP_NORM = layer_row(
 )
 QKV = qkv("weight", ("q", "kv"), "hidden")
 QKV_BIAS = qkv("bias", ("q_bias", "kv_bias"))
-OUTPUT = layer_row("every", hf("self_attn.o_proj.weight", "hidden", "q"), "self_attention.linear_proj.weight", "row")
+OUTPUT = layer_row(
+    "every", linear("self_attn.o_proj.weight", "hidden", "q"), "self_attention.linear_proj.weight", "row"
+)
 QK_NORM = (
     layer_row("every", hf("self_attn.q_norm.weight", "head_norm"), "self_attention.q_layernorm.weight"),
     layer_row("every", hf("self_attn.k_norm.weight", "head_norm"), "self_attention.k_layernorm.weight"),

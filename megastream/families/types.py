@@ -57,12 +57,14 @@ class Source:
     """A Hugging Face tensor: name with `{layer}` and `{expert}`, and its shape in names of the family's sizes.
 
     A tensor with a dim of size 0 (biases that a config switches off) is not in the model, nor is its row. Its last
-    `joined` dims are one dim of the tensor in the file.
+    `joined` dims are one dim of the tensor in the file. `linear`: the weight of a linear of attention, of an MLP or of
+    an expert, (out, in): what checkpoints in fp8 have in fp8. Embedding, norms, head, biases, router, gates are not.
     """
 
     name: str
     dims: tuple[str, ...]
     joined: int = 1
+    linear: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megastream.convert.forms import Options
+from megastream.convert.model import Model
 from megastream.convert.run import convert, verify
 from megastream.families import family_of, load_shape
 from tests.helpers.tiny import hf_config, hf_shapes, tiny_config, tiny_qwen2
@@ -27,6 +28,21 @@ def write_hf(folder: Path, family: str = "qwen3_moe", *, dtype: torch.dtype = to
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config(config) | {"torch_dtype": str(dtype)[6:]}, indent=1))
     (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def write_family(folder: Path, name: str, **changes: Any) -> Path:
+    """The small model of any family: random bf16, and fp32 where the family's files are so."""
+    from tests.helpers.family_models import FAMILY_MODELS
+
+    config = {**FAMILY_MODELS[name].config(name), "torch_dtype": "bfloat16", **changes}
+    shape = load_shape(config)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = Model(family_of(shape), shape, folder / "config.json")
+    specs = map(model.in_file, model.tensors().values())
+    tensors = {spec.name: random_tensor(spec.name, spec.shape, getattr(torch, spec.dtype)) for spec in specs}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from megastream.convert.model import Model
 from megastream.convert.types import ConvertError
-from megastream.families import FAMILIES, family_of, load_shape
-from tests.helpers.convert_models import converted, difference, random_tensor, tensors_of
-from tests.helpers.family_models import FAMILY_MODELS
+from megastream.families import FAMILIES, load_shape
+from tests.helpers.convert_models import converted, difference, tensors_of, write_family
 
 FEW = ("deepseek_v3",)
 """With the default tests; the two Qwens stand in other tests."""
 NO_TORCH_DIST = ("gpt_oss",)
 """Interleaved rows of w1 and w3: Megatron's boxes cannot be cut from them."""
 PARAMS = [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in sorted(FAMILIES)]
-
-
-def write_family(folder: Path, name: str) -> Path:
-    """Random bf16, and fp32 where the family's files are so."""
-    config = {**FAMILY_MODELS[name].config(name), "torch_dtype": "bfloat16"}
-    shape = load_shape(config)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    model = Model(family_of(shape), shape, folder / "config.json")
-    specs = map(model.in_file, model.tensors().values())
-    tensors = {spec.name: random_tensor(spec.name, spec.shape, getattr(torch, spec.dtype)) for spec in specs}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 @pytest.mark.parametrize("name", PARAMS)

@@ -57,7 +57,8 @@ def test_transformers_reads_it(tmp_path: Path, family: str) -> None:
 
 
 def test_a_header_of_mixed_dtypes_is_that_of_safetensors(tmp_path: Path) -> None:
-    types = {"b": torch.float32, "a": torch.bfloat16, "c": torch.float16, "d": torch.float32}
+    types = {"b": torch.float32, "a": torch.bfloat16, "c": torch.float16, "d": torch.float32, "e": torch.float8_e4m3fn}
+    types |= {"a2": torch.float8_e4m3fn, "e2": torch.float16}
     tensors = {name: torch.arange(6).reshape(2, 3).to(dtype) for name, dtype in types.items()}
     save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
     file, starts = layout_file("x", [TensorSpec(name, (2, 3), str(dtype)[6:]) for name, dtype in types.items()])

@@ -36,8 +36,8 @@ def write_all(descriptor, data, start):  # so slow that a kill falls into the mi
     real(descriptor, data[half:], start + half)
 
 execute._write_all = write_all
-source, target, to, layout, resume = sys.argv[1:]
-options = Options(to=to, to_layout=layout or None, max_file_bytes=60_000)
+source, target, to, layout, dtype, resume = sys.argv[1:]
+options = Options(to=to, to_layout=layout or None, dtype=dtype or None, max_file_bytes=60_000)
 run.convert(
     Path(source),
     Path(target),
@@ -49,11 +49,11 @@ run.convert(
 """
 
 
-def kill_and_resume(source: Path, target: Path, to: str, layout: str, kills: int) -> int:
+def kill_and_resume(source: Path, target: Path, to: str, layout: str, dtype: str, kills: int) -> int:
     """Starts, kills, resumes; returns how many kills fell into a run."""
     numbers, resume, killed = random.Random(7), "", 0
     for turn in range(kills + 1):
-        command = [sys.executable, "-c", SLOW, str(source), str(target), to, layout, resume]
+        command = [sys.executable, "-c", SLOW, str(source), str(target), to, layout, dtype, resume]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
             assert process.stdout is not None and process.stderr is not None
             begun = process.stdout.readline()
@@ -73,20 +73,21 @@ def kill_and_resume(source: Path, target: Path, to: str, layout: str, kills: int
 
 
 CASES = [
-    ("hf", "", 1),
-    pytest.param("hf", "", 12, marks=pytest.mark.full),
-    pytest.param("torch_dist", "", 8, marks=pytest.mark.full),
-    pytest.param("mp_rank", "tp2 etp1 ep2 pp2", 8, marks=pytest.mark.full),
-    pytest.param("sharded_state", "tp2 ep2 pp2", 8, marks=pytest.mark.full),
+    ("hf", "", "", 1),
+    pytest.param("hf", "", "", 12, marks=pytest.mark.full),
+    pytest.param("hf", "", "fp8-block128", 12, marks=pytest.mark.full),
+    pytest.param("torch_dist", "", "", 8, marks=pytest.mark.full),
+    pytest.param("mp_rank", "tp2 etp1 ep2 pp2", "", 8, marks=pytest.mark.full),
+    pytest.param("sharded_state", "tp2 ep2 pp2", "", 8, marks=pytest.mark.full),
 ]
 
 
-@pytest.mark.parametrize(("to", "layout", "kills"), CASES)
-def test_killed_at_random_moments(tmp_path: Path, to: str, layout: str, kills: int) -> None:
+@pytest.mark.parametrize(("to", "layout", "dtype", "kills"), CASES)
+def test_killed_at_random_moments(tmp_path: Path, to: str, layout: str, dtype: str, kills: int) -> None:
     source, target = write_hf(tmp_path / "a"), tmp_path / "b"
     old = write_hf(target, layers=2, experts=4)
     before = (old / "model.safetensors").read_bytes()
-    killed = kill_and_resume(source, target, to, layout, kills)
+    killed = kill_and_resume(source, target, to, layout, dtype, kills)
     assert killed >= 1, "no kill fell into a conversion"
     assert difference(source, target) is None
     assert before and sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
@@ -120,7 +121,7 @@ def test_killed_right_after_the_new_files_got_their_name(
 def test_what_was_there_stays_while_it_is_written(tmp_path: Path) -> None:
     source, target = write_hf(tmp_path / "a"), write_hf(tmp_path / "b", layers=2, experts=4)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
-    command = [sys.executable, "-c", SLOW, str(source), str(target), "hf", "", ""]
+    command = [sys.executable, "-c", SLOW, str(source), str(target), "hf", "", "", ""]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None and process.stdout.readline()
         os.kill(process.pid, signal.SIGKILL)

@@ -48,8 +48,8 @@ from pathlib import Path
 from megastream.convert.forms import Options
 from megastream.convert.run import convert
 
-source, target, to, layout, mib = sys.argv[1:]
-options = Options(to=to, to_layout=layout or None, memory_bytes=int(mib) << 20)
+source, target, to, layout, dtype, mib = sys.argv[1:]
+options = Options(to=to, to_layout=layout or None, dtype=dtype or None, memory_bytes=int(mib) << 20)
 Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of the imports
 
 
@@ -64,8 +64,11 @@ print(peak_kib() - before)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("to", "layout"), [("hf", ""), ("sharded_state", "tp4"), ("sharded_state", "tp4 ep4")])
-def test_memory_is_the_budgets(tmp_path: Path, to: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("to", "layout", "dtype"),
+    [("hf", "", ""), ("hf", "", "fp8-block128"), ("sharded_state", "tp4", ""), ("sharded_state", "tp4 ep4", "")],
+)
+def test_memory_is_the_budgets(tmp_path: Path, to: str, layout: str, dtype: str) -> None:
     """600 MB of holes, converted with 64 MiB: what is resident at the most grows by less."""
     config = hf_config(tiny_config(hidden=1024, heads=8, head_dim=128, experts=16, expert_ffn=1024, vocab=32768))
     (tmp_path / "a").mkdir()
@@ -76,7 +79,7 @@ def test_memory_is_the_budgets(tmp_path: Path, to: str, layout: str) -> None:
     with (tmp_path / "a" / file.name).open("wb") as written:
         written.truncate(file.num_bytes)
         written.write(file.fixed[0][1])
-    command = [sys.executable, "-c", MEASURE, str(tmp_path / "a"), str(tmp_path / "b"), to, layout, "64"]
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "a"), str(tmp_path / "b"), to, layout, dtype, "64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) * 1024 < 64 << 20

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megastream.cli.main import app
-from megastream.families import load_shape
+from megastream.families import ModelShape, family_of, load_shape
+from megastream.families.contract import contract
 from megastream.families.refused import refused
 from megastream.families.shipped import num_parameters, shape_of_model, shipped, shipped_models
 from megastream.layout.mesh import parse_engine_mesh, parse_trainer_mesh
@@ -22,6 +23,7 @@ from megastream.plan.cost import PlanCost, plan_cost
 from megastream.plan.expected import FORMULAS, Load, expect, load_of
 from megastream.plan.hardware import PROFILES, Hardware, Sourced
 from megastream.plan.pieces import PieceTable
+from tests.helpers.fp8_reference import LINEAR
 from tests.helpers.layout_reference import Model, config
 
 PARAMETERS = {
@@ -126,6 +128,45 @@ def test_what_a_shipped_model_has_and_a_plan_does_not() -> None:
     told = [each.tensors for each in refused(shape_of_model("DeepSeek-V3"))]
     assert told == ["model.layers.61.*", "*.weight_scale_inv, *_blocks, *_scales"]
     assert [each.tensors for each in refused(shape_of_model("GLM-4.5-Air"))] == ["model.layers.46.*"]
+
+
+def types_of(shape: ModelShape) -> dict[str, tuple[str, str]]:
+    return {each.tensors: (each.trainer, each.engine) for each in contract(family_of(shape), shape)}
+
+
+def test_the_contract_names_every_kind_of_tensor_once() -> None:
+    """DeepSeek-V3's config.json asks for fp8 in blocks; routers, their biases, norms and both ends are not."""
+    found = types_of(shape_of_model("DeepSeek-V3"))
+    fp8 = {name for name, (_, engine) in found.items() if engine == "fp8-block128"}
+    assert fp8 == {name for name in found if LINEAR.search(name)} and len(fp8) == 5 + 3 * 3
+    assert {found[name] for name in fp8} == {("bfloat16", "fp8-block128")}
+    assert found.pop("model.layers.*.mlp.gate.e_score_correction_bias") == ("float32", "float32")
+    plain = set(found) - fp8
+    assert {found[name] for name in plain} == {("bfloat16", "bfloat16")}
+    layer = {f"model.layers.*.{name}.weight" for name in ("mlp.gate", "input_layernorm", "post_attention_layernorm")}
+    layer |= {f"model.layers.*.self_attn.{name}_a_layernorm.weight" for name in ("q", "kv")}
+    assert plain == layer | {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("said", [{"quant_method": "mxfp4"}, {"quant_method": "fp8"}, "fp8", None])
+def test_other_ways_to_quantize_are_no_contract(said: object) -> None:
+    assert set(types_of(load_shape(config(quantization_config=said))).values()) == {("float32", "float32")}
+
+
+def test_the_contract_is_printed(tmp_path: Path) -> None:
+    layouts = ("--trainer", "", "--engine", "")
+    uniform = run("--model", "tiny-qwen3-moe", *layouts)
+    assert re.search(r"^all tensors +bfloat16 +bfloat16$", uniform, re.MULTILINE)
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config(quantization_config=block)))
+    text = run("--model", str(tmp_path), *layouts)
+    assert re.search(r"^model\.layers\.\*\.self_attn\.q_proj\.weight +float32 +fp8-block128$", text, re.MULTILINE)
+    assert re.search(r"^model\.layers\.\*\.mlp\.gate\.weight +float32 +float32$", text, re.MULTILINE)
+    assert "refused *.weight_scale_inv" in text and "`megastream convert --dtype fp8-block128`" in " ".join(
+        text.split()
+    )
+    types = as_json("--model", str(tmp_path), *layouts)["types"]
+    assert {"tensors": "lm_head.weight", "trainer": "float32", "engine": "float32"} in types
 
 
 def test_every_number_of_the_hardware_has_a_source() -> None:
