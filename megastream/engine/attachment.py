@@ -106,7 +106,8 @@ def make_attachment(
     reports = Reports(terms, layout.rank, post)
     sink: StreamSink | WholeSink
     if record.kind == "stream":
-        sink = StreamSink(terms, plan, layout, live, settings, reports.sealed, reports.units_sealed, gate)
+        said, is_overlay = (reports.sealed, reports.units_sealed), record.over >= 0
+        sink = StreamSink(terms, plan, layout, live, settings, *said, gate, is_overlay)
     else:
         sink = WholeSink(terms, plan, layout, settings)
     return Attachment(terms, plan, sink, Inlet(receiver, plan, layout.rank, sink, settings, reports.failed))

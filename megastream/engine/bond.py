@@ -131,7 +131,8 @@ def admit(attach: Attach, engine: str, held: Bond | None, live: tuple[int, int] 
             f"engine {engine} has version {live[1]} of incarnation {live[0]} live; base version "
             f"{attach.base_version} of incarnation {attach.incarnation} would go backwards"
         )
-    if held is not None and not held.is_over(now) and attach.incarnation <= held.attach.incarnation:
+    is_overlay = attach.over >= 0  # ends nobody's attachment
+    if held is not None and not held.is_over(now) and (is_overlay or attach.incarnation <= held.attach.incarnation):
         raise ProtocolError(
             f"engine {engine} is attached to incarnation {held.attach.incarnation} ({held.name}); incarnation "
             f"{attach.incarnation} can attach once that has finished"

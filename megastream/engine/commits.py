@@ -59,6 +59,14 @@ class Commits:
         """Every unit is at this version: its bytes were compared, or the host loaded it whole."""
         self.live, self.mix, self.poisoned = (incarnation, version), None, False
 
+    def not_over(self, version: int) -> str:
+        """Why no overlay can be put over `version` now, or nothing."""
+        if not self.is_one_version:
+            return f"an overlay needs one version below it, and {self.serving}; a whole version has to come first"
+        if (live := self._core.live_version()) != version:
+            return f"engine {self._engine} serves version {live}, and the overlay is for version {version}"
+        return ""
+
     def advance(self, bond: Bond) -> None:
         """Commits whatever may become live now. One commit at a time; the next one follows the replies."""
         table = bond.table
@@ -77,7 +85,7 @@ class Commits:
         units = table.start(key, part)
         mix = table.mix if part else None
         bond.commit_by_s = time.monotonic() + self._settings.commit_s
-        request = CommitRequest(bond.name, key.incarnation, key.version, key.attempt, units, mix)
+        request = CommitRequest(bond.name, key.incarnation, key.version, key.attempt, units, mix, bond.attach.over)
         self._core.commit(request, lambda ranks: self._locked(lambda: self._committed(bond, request, part, ranks)))
 
     def withdrawn(self, bond: Bond, record: Withdrawn) -> None:

@@ -91,6 +91,8 @@ class CommitRequest:
     """What to write of it: these units, or all that there are."""
     mix: Mix | None = None
     """What live weights hold afterwards, when not every unit is at `version`."""
+    over: int = -1
+    """An overlay: `version` is this one with some tensors replaced, and heals no engine. -1: it has every tensor."""
 
     @property
     def label(self) -> str:
@@ -111,8 +113,8 @@ class CorePort(Protocol):
 
         Every batch scheduled later is stamped with the request's label. No output with that stamp leaves the core
         before all ranks replied ok; otherwise the core discards it and is poisoned. `done` gets the replies, in a
-        thread of the core, within the time of a step also when the engine is idle. A poisoned core takes no mix, and
-        has a version written in every unit.
+        thread of the core, within the time of a step also when the engine is idle. A poisoned core takes no mix and no
+        overlay, and has a version written in every unit.
         """
 
     def call_ranks(self, op: str, payload: dict[str, Any], done: Callable[[tuple[dict[str, Any], ...]], None]) -> None:

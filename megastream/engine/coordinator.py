@@ -171,8 +171,8 @@ class Coordinator:
         if not bond.failed and table is not None and bond.attach.kind == "stream":
             key = table.next_commit()
             if bond.phase is Phase.BASE and key is not None:
-                bond.phase, bond.base = Phase.COMPARING, key.version
-                self._compare(bond, key)
+                bond.base = key.version
+                self._take_base(bond, key)
             elif bond.phase is Phase.LIVE:
                 self._commits.advance(bond)
         self._end_if_over(bond)
@@ -191,6 +191,17 @@ class Coordinator:
         self._bond = None
         if self._next is not None:
             self._begin(self._next)
+
+    def _take_base(self, bond: Bond, key: Key) -> None:
+        """Compares a base version that has every tensor; one that has some only is put over the live one as it is."""
+        if bond.attach.over < 0:
+            bond.phase = Phase.COMPARING
+            self._compare(bond, key)
+        elif refusal := self._commits.not_over(bond.attach.over):
+            self._fail(bond, refusal)
+        else:
+            bond.phase = Phase.REPLACING
+            self._commits.commit(bond, key)
 
     def _compare(self, bond: Bond, key: Key) -> None:
         payload = {"attachment": bond.name, **key._asdict()}
@@ -237,7 +248,8 @@ class Coordinator:
         if bond.phase is Phase.REPLACING and errors:
             self._fail(bond, f"engine {self.engine} could not take the base version: {'; '.join(errors)}")
         elif bond.phase is Phase.REPLACING:
-            self._attached(bond, replaced=any(record.differing for record in bond.compared.values()))
+            differed = any(record.differing for record in bond.compared.values())
+            self._attached(bond, replaced=differed or bond.attach.over >= 0)
         self._advance()
 
     def _under_lock(self, call: Callable[[], None]) -> None:

@@ -24,11 +24,11 @@ class Part:
     """For buffers that hold other units too: the elements of this part."""
 
 
-def cut(pieces: Sequence[Piece], gate: Gate) -> tuple[Part, ...]:
+def cut(pieces: Sequence[Piece], gate: Gate, *, shared: bool = False) -> tuple[Part, ...]:
     """The parts of a version on the engine rank that receives `pieces`: all units in one of them for gate `version`,
     one per trainer stage for `stage`, one per expert unit and one for the rest for `idle_experts`.
 
-    ProtocolError names a buffer that cannot be written in such parts.
+    `shared`: buffers also hold what no piece writes. ProtocolError names a buffer that cannot be written in such parts.
     """
     extents: dict[str, dict[str, list[tuple[int, int]]]] = {}
     for piece in pieces:
@@ -37,7 +37,7 @@ def cut(pieces: Sequence[Piece], gate: Gate) -> tuple[Part, ...]:
     groups: dict[str, set[str]] = {}
     for piece in pieces:
         groups.setdefault(_group(piece.unit, gate), set()).add(piece.unit)
-    return tuple(_part(units, extents, gate) for _, units in sorted(groups.items()))
+    return tuple(_part(units, extents, gate, shared) for _, units in sorted(groups.items()))
 
 
 def _group(unit: str, gate: Gate) -> str:
@@ -46,14 +46,16 @@ def _group(unit: str, gate: Gate) -> str:
     return unit if gate == "idle_experts" and experts_of(unit) is not None else ""
 
 
-def _part(units: set[str], extents: Mapping[str, Mapping[str, list[tuple[int, int]]]], gate: Gate) -> Part:
+def _part(
+    units: set[str], extents: Mapping[str, Mapping[str, list[tuple[int, int]]]], gate: Gate, shared: bool
+) -> Part:
     buffers: list[str] = []
     ranges: dict[str, Ranges] = {}
     for buffer, by_unit in extents.items():
         if units.isdisjoint(by_unit):
             continue
         buffers.append(buffer)
-        if not units.issuperset(by_unit):
+        if shared or not units.issuperset(by_unit):
             mine = [extent for unit in by_unit if unit in units for extent in by_unit[unit]]
             others = [extent for unit in by_unit if unit not in units for extent in by_unit[unit]]
             ranges[buffer] = _joined(mine)
@@ -62,8 +64,7 @@ def _part(units: set[str], extents: Mapping[str, Mapping[str, list[tuple[int, in
 
 
 def _check_apart(buffer: str, mine: Ranges, others: Ranges, gate: Gate) -> None:
-    crossing = gate == "stage" or any(a < d and c < b for a, b in mine for c, d in others)
-    if crossing:
+    if others and (gate == "stage" or any(a < d and c < b for a, b in mine for c, d in others)):
         raise ProtocolError(
             f"gate {gate} cannot be had with this plan: {buffer} holds units of several parts, which are written "
             "together; use gate version"

@@ -49,9 +49,11 @@ class StreamSink:
         sealed: Callable[[Key, int, float], None],
         units_sealed: Callable[[Key, frozenset[str]], None],
         gate: Gate = "version",
+        is_overlay: bool = False,
     ) -> None:
         """`sealed(key, elements, prepare_s)` is called once per version. Under a gate in parts `units_sealed` is called
-        before it, for each part, also for a single one: other ranks may hold more.
+        before it, for each part, also for a single one: other ranks may hold more. `is_overlay`: the plan writes some
+        tensors only, on some ranks none, and leaves the rest of their buffers as it is.
 
         ProtocolError when the plan cannot be cut for the gate.
         """
@@ -71,7 +73,8 @@ class StreamSink:
         )
         self._regions: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Where pieces go, by staging set and piece: a set stays where it is."""
-        self._gate, self._parts = gate, cut(self._pieces, gate)
+        self._is_overlay = is_overlay
+        self._gate, self._parts = gate, cut(self._pieces, gate, shared=is_overlay)
         self._staged: dict[Key, _Staged] = {}
         self._changed = threading.Condition()
         self._comparison: Comparison | None = None
@@ -86,7 +89,7 @@ class StreamSink:
     def choose(self, gate: Gate) -> None:
         """Another gate, for versions of which nothing has arrived. ProtocolError when the plan cannot be cut for it."""
         if gate != self._gate:
-            self._gate, self._parts = gate, cut(self._pieces, gate)
+            self._gate, self._parts = gate, cut(self._pieces, gate, shared=self._is_overlay)
 
     def admit(self, header: PieceHeader, source: int) -> bool:
         """Waits while all staging sets hold versions that are not live yet: backpressure, not loss."""
@@ -180,7 +183,8 @@ class StreamSink:
         """Makes prepared units live; empty when it worked, else the reason. Worker thread, in the ordered call."""
         key = Key(request.incarnation, request.version, request.attempt)
         with self._changed:
-            if request.units is not None and self.units.isdisjoint(request.units):  # others hold all of it
+            wanted = self.units if request.units is None else self.units.intersection(request.units)
+            if not wanted:  # others hold all of it
                 self._forget_behind(request)
                 return ""
             prepared, error = self._chosen(key, request.units)

@@ -41,17 +41,20 @@ def build_plan(
     experts_per_unit: int,
     finality: str,
     own: tuple[Side, int] | None = None,
+    overlay: bool = False,
 ) -> Plan:
     """The plan between two layouts; the same on every rank that builds it from equal layouts and options.
 
     Pure and local: no rank waits for another. With `own`, side and rank of who builds it, only the copies that this
-    rank sends or receives are proved: every rank does so, and all compare digests. ValueError names the tensor, the
-    rank and the numbers of whatever cannot be planned; CoverageError (one of them) means that the planner itself is
-    wrong.
+    rank sends or receives are proved: every rank does so, and all compare digests. With `overlay` both sides describe
+    some tensors only, and engine buffers may hold others beside them.
+
+    ValueError names the tensor, the rank and the numbers of whatever cannot be planned; CoverageError (one of them)
+    means that the planner itself is wrong.
     """
     trainer = sorted(trainer, key=lambda layout: layout.rank)
     engine = sorted(engine, key=lambda layout: layout.rank)
-    both = check_layouts(trainer, engine, family.place)
+    both = check_layouts(trainer, engine, family.place, overlay=overlay)
     places = family.places(spec.name for spec in both.tensors)
     moves = reshard(both, Units(both, places, experts_per_unit))
     pieces = schedule(moves, both, piece_bytes)
@@ -63,6 +66,8 @@ def build_plan(
         "experts_per_unit": experts_per_unit,
         "finality": finality,
     }
+    if overlay:
+        options["overlay"] = 1
     used = set(pieces.unit.tolist())
     return Plan(
         digest=plan_digest(pieces, options),

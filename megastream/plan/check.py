@@ -31,10 +31,12 @@ MAX_ELEMENTS = 1 << 50
 _SHAPE = attrgetter("shape")
 
 
-def check_layouts(trainer: Sequence[RankLayout], engine: Sequence[RankLayout], place_of: PlaceOf) -> Tables:
+def check_layouts(
+    trainer: Sequence[RankLayout], engine: Sequence[RankLayout], place_of: PlaceOf, *, overlay: bool = False
+) -> Tables:
     """Both sides as columns. ValueError for the first thing wrong: ranks missing, tensors that only one side has,
     shapes that differ, shards given twice or outside their tensor or buffer, tensors that the engine ranks do not
-    cover."""
+    cover, and, but for an `overlay`, buffers that are not filled."""
     specs: dict[str, TensorSpec] = {}
     held = _check_side(trainer, "trainer", specs), _check_side(engine, "engine", specs)
     _check_stages(trainer, place_of)
@@ -44,7 +46,9 @@ def check_layouts(trainer: Sequence[RankLayout], engine: Sequence[RankLayout], p
     _check_shards(both, both.target)
     _check_duplicates(both)
     _check_engine_covers(both)
-    _check_buffers(both, place_of)
+    _check_overlaps(both)
+    if not overlay:
+        _check_filled(both, place_of)
     return both
 
 
@@ -174,8 +178,8 @@ def _check_stages(trainer: Sequence[RankLayout], place_of: PlaceOf) -> None:
                 )
 
 
-def _check_buffers(both: Tables, place_of: PlaceOf) -> None:
-    """Shards fill an engine buffer without overlap, and whole; only vocabulary rows are padded."""
+def _check_overlaps(both: Tables) -> None:
+    """Shards lie in an engine buffer without overlap."""
     side, geometry = both.target, both.geometry
     extents = geometry.hi - geometry.lo
     order = np.lexsort((side.offset, side.buffer))
@@ -195,6 +199,11 @@ def _check_buffers(both: Tables, place_of: PlaceOf) -> None:
             where = f"{clash[0].buffer} on engine rank {clash[0].rank}"
             raise ValueError(f"{where}: the shard of {clash[1].tensor} overlaps that of {clash[0].tensor}")
         fine.add(key)
+
+
+def _check_filled(both: Tables, place_of: PlaceOf) -> None:
+    """Shards fill an engine buffer, which they do not share an element of; only vocabulary rows are padded."""
+    side, geometry = both.target, both.geometry
     filled = np.bincount(side.buffer, geometry.volume[side.box], len(side.buffers)).astype(np.int64)
     for number in np.flatnonzero(filled != side.buffer_size).tolist():
         tensors = np.unique(side.tensor[side.buffer == number]).tolist()

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from megastream.families import FAMILIES
+from megastream.layout.only import only
 from megastream.layout.shard import RankLayout, Side
 from megastream.layout.wire import decode_layouts, encode_layout
 from megastream.plan import build_plan
@@ -84,7 +85,7 @@ class PlanShelf:
 
     def plan(self, attach: Attach, trainer: list[bytes], engine: list[bytes], own: tuple[Side, int]) -> Plan:
         options = (attach.kind, attach.family, attach.piece_bytes, attach.experts_per_unit, attach.finality)
-        key = (*options, *(hashlib.sha256(blob).digest() for blob in (*trainer, *engine)))
+        key = (*options, attach.over >= 0, *(hashlib.sha256(blob).digest() for blob in (*trainer, *engine)))
         with self._lock:
             if key not in self._plans:
                 self._plans[key] = _build(attach, trainer, engine, own)
@@ -93,15 +94,20 @@ class PlanShelf:
 
 def _build(attach: Attach, trainer: list[bytes], engine: list[bytes], own: tuple[Side, int]) -> Plan:
     try:
+        ours, theirs, is_overlay = decode_layouts(trainer), decode_layouts(engine), attach.over >= 0
+        if is_overlay:
+            names = {spec.name for layout in ours for spec in layout.tensors}
+            theirs = [only(layout, names) for layout in theirs]
         return build_plan(
-            decode_layouts(trainer),
-            decode_layouts(engine),
+            ours,
+            theirs,
             FAMILIES[attach.family],
             kind=attach.kind,
             piece_bytes=attach.piece_bytes,
             experts_per_unit=attach.experts_per_unit,
             finality=attach.finality,
             own=own,
+            overlay=is_overlay,
         )
     except ValueError:
         raise

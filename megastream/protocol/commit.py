@@ -29,9 +29,10 @@ class _Version:
 class CommitTable:
     """The versions of one attachment as the engine's coordinator sees them.
 
-    A version is ready when it is accepted, its manifest is there, and every rank sealed the accepted attempt under
-    the same plan. The newest ready version goes first and older ones are dropped as a whole; at most one commit is
-    under way; nothing goes backwards. Records may arrive in any order. ProtocolError names a contradiction.
+    A version is ready when it is accepted, its manifest is there, and every rank that holds any of it sealed the
+    accepted attempt under the same plan. The newest ready version goes first and older ones are dropped as a whole; at
+    most one commit is under way; nothing goes backwards. Records may arrive in any order. ProtocolError names a
+    contradiction.
 
     Units of one version at a time, the open one, can be committed before it is ready, each once and never all of them:
     the last ones come with the version. An open version is closed by its own commit, or overtaken by that of a newer
@@ -39,9 +40,12 @@ class CommitTable:
     """
 
     def __init__(self, terms: Terms, world_size: int, holders: Mapping[str, Collection[int]] | None = None) -> None:
-        """`holders`: engine ranks that hold a part of each unit. Without them no unit is committed early."""
+        """`holders`: engine ranks that hold a part of each unit; the others have nothing to seal. Without them no unit
+        is committed early."""
         self.terms, self.world_size = terms, world_size
         self.holders = dict(holders or {})
+        self._sealing = len({rank for ranks in self.holders.values() for rank in ranks}) or world_size
+        """As many ranks seal a version."""
         self.live = terms.base_version - 1
         """The newest version of which every unit is live."""
         self.in_flight: Key | None = None
@@ -134,7 +138,7 @@ class CommitTable:
         version = self._versions.get(number)
         if version is None or version.accepted is None or version.manifest is None:
             return False
-        return version.manifest.attempt == version.accepted and self._num_sealed(version) == self.world_size
+        return version.manifest.attempt == version.accepted and self._num_sealed(version) == self._sealing
 
     def next_commit(self) -> Key | None:
         """The version to commit now: the newest ready one, or None. Call `start` with it."""
@@ -266,5 +270,5 @@ class CommitTable:
             return
         sealed = [r for (attempt, _), r in version.sealed.items() if attempt == manifest.attempt]
         total = sum(record.elements for record in sealed)
-        if len(sealed) == self.world_size and total != manifest.elements:
+        if len(sealed) == self._sealing and total != manifest.elements:
             raise ProtocolError(f"version {number}: {total} elements sealed, its manifest says {manifest.elements}")

@@ -159,7 +159,7 @@ class Journal:
                     self._trainers.add(record.rank)
                 case Attach() if record.incarnation == self.incarnation:
                     self._take_attach(record)
-                case Attach() if record.incarnation > self.incarnation:
+                case Attach() if record.incarnation > self.incarnation and record.over < 0:
                     self._ended = self._ended or f"superseded by incarnation {record.incarnation}"
                 case Opened() if record.incarnation == self.incarnation:
                     self._take_opened(record)

@@ -84,6 +84,9 @@ class Attach(_Record, frozen=True, kw_only=True, tag="attach"):
     train_step: int
     late_joiner: bool = False
     """The engine comes while training goes on: the base version is one that others may have taken already."""
+    over: int = -1
+    """Overlays: this attachment's versions have the tensors that the trainer's layouts name, and all else stays as it
+    is in this version, which is live. -1: they have every tensor."""
     # Refused by name when they differ from these defaults (protocol/terms.py): reserved for later.
     membership_epoch: int = 0
     namespace: str = "base"

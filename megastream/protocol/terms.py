@@ -36,6 +36,7 @@ _LATER = {
 _BOUNDS = {
     "incarnation": (0, MOST_NUMBER),
     "base_version": (0, MOST_NUMBER),
+    "over": (-1, MOST_NUMBER),
     "trainer_world_size": (1, MOST_COUNT),
     "piece_bytes": (1, MOST_PIECE_BYTES),
     "experts_per_unit": (1, MOST_COUNT),
@@ -49,6 +50,11 @@ def check_terms(attach: Attach) -> None:
         value = getattr(attach, name)
         if not least <= value <= most:
             raise ProtocolError(f"attachment {attach.attachment}: {name} must be {least} to {most}, got {value}")
+    if attach.over >= attach.base_version or (attach.over >= 0 and attach.kind != "stream"):
+        raise ProtocolError(
+            f"attachment {attach.attachment}: its base version {attach.base_version}, of kind {attach.kind}, is no "
+            f"overlay of version {attach.over}; an overlay is streamed, as a newer version"
+        )
 
 
 def refuse_reserved(attach: Attach) -> None:

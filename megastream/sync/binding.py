@@ -22,6 +22,7 @@ from megastream.protocol.lane import SendLane
 from megastream.protocol.records import Attach, Bound, LanesOpen, PlanKind, TrainerReady
 from megastream.protocol.terms import ProtocolError
 from megastream.sync.feed import Feed
+from megastream.sync.reading import is_here
 from megastream.trainer.emit import Emitter
 from megastream.trainer.outgoing import MakeHeader
 from megastream.trainer.settings import TrainerSettings
@@ -30,8 +31,6 @@ from megastream.transport.lanes import connect
 _POLL_S = 0.05
 GRACE_S = 2.0
 """How much longer the other ranks wait for rank 0 than it waits itself: its word at its deadline says more."""
-_HERE_S = 2.0
-"""One that was there so long ago may be asked to attach."""
 _SILENT_S = 5.0
 """An engine rank stands on the control plane about once a second; after so long without, it is called away."""
 
@@ -77,7 +76,9 @@ class Binder:
         )
         return journal
 
-    def post_attaches(self, journal: Journal, kind: PlanKind, base_version: int | None, train_step: int) -> None:
+    def post_attaches(
+        self, journal: Journal, kind: PlanKind, base_version: int | None, train_step: int, over: int
+    ) -> None:
         """Rank 0: waits until engines and all trainer ranks are up, then says what is to be attached."""
         settings = self._settings
         journal.wait(
@@ -92,7 +93,7 @@ class Binder:
             lambda: f"all ranks of {'engine ' + settings.engine if settings.engine else some} to come up",
         )
         highest = self._log.highest_version()
-        base = highest + 1 if base_version is None else base_version
+        base = max(highest, over) + 1 if base_version is None else base_version
         if not 0 <= base <= MOST_NUMBER:
             raise ValueError(f"base version must be 0 to {MOST_NUMBER}, got {base}; leave base_version out")
         if journal.incarnation > 1 and base <= highest:
@@ -101,7 +102,7 @@ class Binder:
                 f"before, and none is used twice; leave base_version out"
             )
         for number, engine in enumerate(engines):
-            self._log.append(self.attach_record(journal, number, engine, base, train_step, kind=kind))
+            self._log.append(self.attach_record(journal, number, engine, base, train_step, kind=kind, over=over))
 
     def attach_record(
         self,
@@ -113,6 +114,7 @@ class Binder:
         *,
         kind: PlanKind = "stream",
         late: bool = False,
+        over: int = -1,
     ) -> Attach:
         """The terms of attachment `number` of this incarnation."""
         settings = self._settings
@@ -129,6 +131,7 @@ class Binder:
             experts_per_unit=settings.experts_per_unit,
             train_step=train_step,
             late_joiner=late,
+            over=over,
         )
 
     def feed(self, journal: Journal, attach: Attach) -> Feed:
@@ -183,8 +186,7 @@ class Binder:
 
     def is_here(self, journal: Journal, engine: str) -> bool:
         """Every rank of an engine was on the control plane a moment ago: what the log says of it still holds."""
-        silent = [self._log.silent_s(engine, rank) for rank in range(journal.engine_world_size(engine))]
-        return all(each is not None and each <= _HERE_S for each in silent)
+        return is_here(self._log, engine, journal.engine_world_size(engine))
 
     def _who_is_away(self, book: TrainerBook) -> str:
         """Engine ranks that have not bound because they are not there, as far as the control plane knows."""

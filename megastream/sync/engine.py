@@ -28,6 +28,7 @@ from megastream.protocol.records import (
     Record,
 )
 from megastream.sync.mixes import versions_of
+from megastream.sync.reading import records_so_far
 
 logger = logging.getLogger(__name__)
 
@@ -144,23 +145,14 @@ class EngineSync:
         SyncError when what the log keeps does not say that the engine was ever there, or does not end in `report_s`;
         ProtocolError when the names of the units, which the engine left there, cannot be read.
         """
-        found = versions_of(self._so_far(), partial(get_units, self._log), self.engine, label)
+        records = records_so_far(self._log, self._settings.report_s)
+        found = versions_of(records, partial(get_units, self._log), self.engine, label)
         if not found:
             raise SyncError(
                 f"the log of this run does not say that engine {self.engine} was ever at {label!r}; it knows mixes of "
                 f"two versions, like 6..7+3, for as long as it keeps the records of their commits"
             )
         return found
-
-    def _so_far(self) -> Iterator[Record]:
-        """Every record that is there now."""
-        after, deadline = "0", time.monotonic() + self._settings.report_s
-        while records := self._log.read(after, 0.01):
-            for position, record in records:
-                after = position
-                yield record
-            if time.monotonic() > deadline:
-                raise SyncError(f"records came faster than they were read for {self._settings.report_s:g} s")
 
     async def run_whole_updates(
         self, llm: PausableEngine, on_update: Callable[[WholeUpdate], None] | None = None

@@ -13,10 +13,8 @@
 
 Every trainer rank makes the same calls in the same order. Every wait ends: with what it waited for, with a SyncError
 that names who failed and why, or with a SyncError that says who waited for whom.
-
-Every engine has an attachment, lanes and slots of its own. With `settings.late_joiners` engines come and go while
-training goes on: one that is lost is left behind, one that comes up is bound beside the training, and gets the newest
-version whole before the next step.
+Every engine has an attachment, lanes and slots of its own. With `settings.late_joiners` engines come and go meanwhile:
+one that is lost is left behind, one that comes up is bound beside the training, and gets the newest version whole.
 """
 
 from __future__ import annotations
@@ -88,11 +86,13 @@ class TrainerSync:
         """The newest version known to be live on every attached engine; -1 without one."""
         return min((feed.book.live_version for feed in self._attached), default=-1)
 
-    def attach(self, kind: PlanKind = "stream", base_version: int | None = None, train_step: int = 0) -> Attached:
+    def attach(
+        self, kind: PlanKind = "stream", base_version: int | None = None, train_step: int = 0, over: int = -1
+    ) -> Attached:
         """Binds this trainer to `settings.engines` engines and pushes the weights as they are now. Blocks; all ranks.
 
-        Without `base_version` the base is numbered above all that was ever published: 0 in a new run. SyncError when
-        an engine or a trainer rank does not come, when plans differ, or when an engine refuses the weights.
+        Without `base_version` the base is numbered above all that was published: 0 in a new run. `over`: see Attach.
+        SyncError when an engine or a trainer rank does not come, plans differ, or an engine refuses the weights.
         """
         settings = self._settings
         if kind == "whole" and (settings.late_joiners or settings.engines > 1):
@@ -105,7 +105,7 @@ class TrainerSync:
         journal.on_late = feeds.join_late
         try:
             if self.rank == 0:
-                self._binder.post_attaches(journal, kind, base_version, train_step)
+                self._binder.post_attaches(journal, kind, base_version, train_step, over)
         except (ValueError, ControlError, SyncError) as error:
             self._failed(str(error))
             raise

@@ -22,9 +22,9 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gates are run in one layout by default: a trainer has to attach first."""
+    """Gates and swaps are run in one layout by default: a trainer has to attach first."""
     for item in items:
-        if item.path.name == "test_gates.py" and "tp2ep" in item.name:
+        if item.path.name in ("test_gates.py", "test_swap_expert.py") and "tp2ep" in item.name:
             item.add_marker(pytest.mark.full)
 
 

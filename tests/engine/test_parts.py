@@ -157,12 +157,32 @@ def test_a_poisoning_under_way_is_not_healed_by_the_rest_of_a_version() -> None:
         port.close()
 
 
-def test_a_rank_whose_weights_are_unknown_takes_no_part() -> None:
+def test_an_overlay_heals_no_poisoned_core() -> None:
+    core: Any = Core()
+    port = VllmCorePort(core, 2, PortSettings(kv="keep"))
+    replies: list[tuple[RankCommit, ...]] = []
+    over = CommitRequest("i1", 1, 5, 0, over=4)
+    try:
+        port._commit(over, replies.append)
+        assert port.label == "5" and all(reply.ok for reply in replies[-1])
+        port.become_poisoned("a rank held another version")
+        port._commit(over, replies.append)
+        assert len(core.sent) == 1 and "takes a whole version only" in replies[-1][0].error
+        port._committed(over, replies.append, [RankCommit(rank=0, ok=True, stall_s=0.0, step=1)], "")
+        assert port.poisoned and not replies[-1][0].ok
+    finally:
+        port.close()
+
+
+MIX = {"oldest": 0, "newest": 1, "ahead": ("a",), "behind": ("b",)}
+
+
+@pytest.mark.parametrize("part", [{"mix": MIX}, {"over": 0}])
+def test_a_rank_whose_weights_are_unknown_takes_no_part(part: dict[str, Any]) -> None:
     state = RankState(0, torch.device("cpu"))
     state.agent = SimpleNamespace(commit=lambda request: pytest.fail("it was asked"))  # type: ignore[assignment]
     state.label = UNKNOWN_LABEL
-    mix = {"oldest": 0, "newest": 1, "ahead": ("a",), "behind": ("b",)}
-    reply = state.commit({"attachment": "i1", "incarnation": 1, "version": 1, "attempt": 0, "mix": mix})
+    reply = state.commit({"attachment": "i1", "incarnation": 1, "version": 1, "attempt": 0, **part})
     assert not reply.ok and "take a whole version" in reply.error and state.label == UNKNOWN_LABEL
 
 

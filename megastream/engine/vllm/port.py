@@ -107,7 +107,7 @@ class VllmCorePort:
         return compat_core.call_workers(self._core, WORKER_METHOD, (op, payload))
 
     def _commit(self, request: CommitRequest, done: Callable[[tuple[RankCommit, ...]], None]) -> None:
-        if self._poison and request.mix is not None:
+        if self._poison and (request.mix is not None or request.over >= 0):
             done((self._refusal(),))
             return
         if self._poison:  # what the other units hold is not known
@@ -132,7 +132,7 @@ class VllmCorePort:
         if failed:
             first = failed[0]
             self.become_poisoned(f"commit of version {request.label} failed on rank {first.rank}: {first.error}")
-        elif request.units is None:
+        elif request.units is None and request.over < 0:
             self.recover()
         elif self._poison:  # since it was enqueued; it has not written every unit
             ranks = (self._refusal(),)

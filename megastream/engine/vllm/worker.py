@@ -95,7 +95,7 @@ class RankState:
             if self.agent is None:
                 raise RuntimeError("no agent is attached")
             request = CommitRequest.read(payload)
-            if request.mix is not None and self.label == UNKNOWN_LABEL:
+            if (request.mix is not None or request.over >= 0) and self.label == UNKNOWN_LABEL:
                 raise RuntimeError("weights of no known version take a whole version, not a part of one")
             span.label = request.label
             self.label = UNKNOWN_LABEL
