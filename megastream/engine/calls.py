@@ -30,6 +30,8 @@ class RankCalls:
     ) -> None:
         self._rank, self._live, self._settings = rank, live, settings
         self._post, self._current, self._choose = post, current, choose
+        self._compared: tuple[str, Key] | None = None
+        """The comparison that was done last, and said."""
 
     def answer(self, op: str, payload: dict[str, Any]) -> dict[str, Any]:
         """Never raises. `error` says what went wrong, and then `done` is True.
@@ -50,9 +52,13 @@ class RankCalls:
             return {"done": True, "error": f"engine rank {self._rank} could not answer {op}: {reason}"}
 
     def _compare(self, attachment: str, incarnation: int, version: int, attempt: int) -> dict[str, Any]:
-        comparison = self._sink(attachment).compare(Key(incarnation, version, attempt))
+        asked = attachment, Key(incarnation, version, attempt)
+        if asked == self._compared:  # all ranks are asked until the last one is done; its staging may have gone by now
+            return {"done": True}
+        comparison = self._sink(attachment).compare(asked[1])
         done = comparison.step(self._settings.compare_slice_s)
         if done:
+            self._compared = asked
             self._post(
                 Compared(
                     attachment=attachment,

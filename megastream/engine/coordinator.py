@@ -114,7 +114,7 @@ class Coordinator:
         match record:
             case LanesOpen() if bond.table is None:
                 bond.open(self._run_id, record.digest, self.world_size)
-            case Compared():
+            case Compared() if record.rank not in bond.compared:
                 bond.compared[record.rank] = record
                 if len(bond.compared) == self.world_size:
                     self._judge(bond)
@@ -247,7 +247,7 @@ class Coordinator:
     def _after_commit(self, bond: Bond, errors: list[str]) -> None:
         if bond.phase is Phase.REPLACING and errors:
             self._fail(bond, f"engine {self.engine} could not take the base version: {'; '.join(errors)}")
-        elif bond.phase is Phase.REPLACING:
+        elif bond.phase is Phase.REPLACING and not bond.failed:
             differed = any(record.differing for record in bond.compared.values())
             self._attached(bond, replaced=differed or bond.attach.over >= 0)
         self._advance()

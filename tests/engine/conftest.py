@@ -48,6 +48,7 @@ def attachable(
     model = write_checkpoint(tmp_path_factory.mktemp("reveal"), reveal.MOE, reveal.weights(0))
     settings = {"control_url": control_url, "run_id": request.param, "engine": request.param, "records": True}
     settings["expert_use"] = True
+    settings["settings"] = {"compare_slice_s": 1e-6}  # a buffer at a time: at attach one rank is done before the other
     engine = Engine(model, additional_config={"megastream": settings}, **LAYOUTS[request.param])
     engine.name = request.param
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megastream.engine.settings import EngineSettings
+from megastream.protocol.part_records import GateSet, SetGate
 from megastream.protocol.records import (
     Accepted,
     Attached,
@@ -21,7 +22,7 @@ from megastream.protocol.records import (
     TrainingFinished,
     WeightsReady,
 )
-from tests.helpers.coordinator_bench import bench
+from tests.helpers.coordinator_bench import Bench, bench
 from tests.helpers.plans import attach_record
 from tests.helpers.spine import eventually
 
@@ -243,3 +244,38 @@ def test_the_same_incarnation_attaches_again_once_its_attachment_has_ended() -> 
         eventually(lambda: bool(b.core.asked))
         b.core.answer()
         eventually(lambda: any(r.attachment == "i1-3" and r.version == 3 for r in b.records(Attached)))
+
+
+def test_a_rank_that_says_again_what_it_compared_is_not_judged_again() -> None:
+    """All ranks are asked for the next slice until the last one is done: one of fewer slices may come behind it."""
+    with bench() as b:
+        b.bind(base=5)
+        b.version(5)
+        for rank in (1, 0, 1):
+            b.post(Compared(attachment="i1", rank=rank, tensors=7, differing=7, first="w"))
+        nothing_failed(b)
+        b.core.answer()
+        b.live()
+        b.post(Compared(attachment="i1", rank=1, tensors=7, differing=7, first="w"))
+        b.version(6)
+        nothing_failed(b)
+        assert len(b.records(Attached)) == 1
+
+
+def nothing_failed(b: Bench) -> None:
+    """All that was posted is read, and a commit is asked for."""
+    request = f"look {len(b.store.records)}"
+    b.post(SetGate(engine="e", gate="nothing", request=request))
+    eventually(lambda: any(record.request == request for record in b.records(GateSet)))
+    assert len(b.core.asked) == 1 and b.records(Failed) == []
+
+
+def test_an_attachment_that_failed_while_its_base_was_committed_is_not_said_to_be_attached() -> None:
+    with bench() as b:
+        b.attach(base=5, differing=3)
+        eventually(lambda: len(b.core.asked) == 1)
+        b.post(Failed(attachment="i1", side="engine", rank=0, reason="a lane broke"))
+        eventually(lambda: b.coordinator._bond is not None and bool(b.coordinator._bond.failed))
+        b.core.answer()
+        eventually(lambda: len(b.records(Detached)) == 1)
+        assert b.records(Attached) == [] and [record.version for record in b.records(Committed)] == [5]
