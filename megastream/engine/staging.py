@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -43,6 +44,7 @@ class StagingMemory:
         self._device = torch.device(device)
         self._pin = pin_memory and self._device.type == "cpu"
         self._sets: list[dict[str, torch.Tensor] | None] = [None] * num_sets
+        self._allocating = threading.Lock()
         self._reads: dict[int, torch.cuda.Event] = {}
 
     @property
@@ -55,12 +57,15 @@ class StagingMemory:
         return sum(t.numel() * t.element_size() for t in (self._sets[slot] or {}).values())
 
     def buffers(self, slot: int) -> dict[str, torch.Tensor]:
-        """The flat tensors of a set. Not thread-safe at first use."""
-        buffers = self._sets[slot]
-        if buffers is None:
-            buffers = self._sets[slot] = {name: self._allocate(name) for name in self._specs}
-            self.finish_writes()  # other lanes' streams write there, too
-        return buffers
+        """The flat tensors of a set. Any thread; at first use this allocates, which takes seconds where it is large."""
+        if (there := self._sets[slot]) is not None:
+            return there
+        with self._allocating:
+            if (buffers := self._sets[slot]) is None:
+                buffers = {name: self._allocate(name) for name in self._specs}
+                self.finish_writes()  # other lanes' streams write there, too
+                self._sets[slot] = buffers
+            return buffers
 
     def finish_writes(self) -> None:
         """Blocks until this thread's writes into a set are done."""

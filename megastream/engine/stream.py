@@ -52,8 +52,9 @@ class StreamSink:
         is_overlay: bool = False,
     ) -> None:
         """`sealed(key, elements, prepare_s)` is called once per version. Under a gate in parts `units_sealed` is called
-        before it, for each part, also for a single one: other ranks may hold more. `is_overlay`: the plan writes some
-        tensors only, on some ranks none, and leaves the rest of their buffers as it is.
+        before it, for each part, also for a single one: other ranks may hold more. Neither may block: a commit would
+        wait. `is_overlay`: the plan writes some tensors only, on some ranks none, and leaves the rest of their buffers
+        as it is.
 
         ProtocolError when the plan cannot be cut for the gate.
         """
@@ -89,7 +90,9 @@ class StreamSink:
     def choose(self, gate: Gate) -> None:
         """Another gate, for versions of which nothing has arrived. ProtocolError when the plan cannot be cut for it."""
         if gate != self._gate:
-            self._gate, self._parts = gate, cut(self._pieces, gate, shared=self._is_overlay)
+            parts = cut(self._pieces, gate, shared=self._is_overlay)
+            with self._changed:
+                self._gate, self._parts = gate, parts
 
     def admit(self, header: PieceHeader, source: int) -> bool:
         """Waits while all staging sets hold versions that are not live yet: backpressure, not loss."""
@@ -102,11 +105,12 @@ class StreamSink:
                         f"version {header.version} found no staging set for {self._settings.liveness_s:.0f} s; engine "
                         f"rank {self._table.rank} holds versions {held}, which nobody accepted or withdrew"
                     )
-            if admission.verdict is Verdict.TAKE:
-                self._memory.buffers(admission.slot)
-                self._trim()
-                self._staged.setdefault(_key(header), _Staged(self._parts, self._gate != "version"))
-            return admission.verdict is Verdict.TAKE
+            if admission.verdict is not Verdict.TAKE:
+                return False
+            self._trim()
+            self._staged.setdefault(_key(header), _Staged(self._parts, self._gate != "version"))
+        self._memory.buffers(admission.slot)  # may allocate: not under the lock, for which a commit may wait
+        return True
 
     def write(self, header: PieceHeader, payload: torch.Tensor) -> None:
         with self._changed:
@@ -152,13 +156,11 @@ class StreamSink:
         with self._changed:
             staged.prepared[index] = prepared
             staged.prepare_s += time.monotonic() - begin
-            is_whole = len(staged.prepared) == len(staged.parts)
             if staged.becomes_live_in_parts:
                 self._table.stay(key)
-        if staged.becomes_live_in_parts:
-            self._units_sealed(key, part.units)
-        if is_whole:
-            self._sealed(key, staged.written, staged.prepare_s)
+                self._units_sealed(key, part.units)  # under the lock: the thread with the last part comes behind
+            if len(staged.prepared) == len(staged.parts):
+                self._sealed(key, staged.written, staged.prepare_s)
 
     def accepted(self, version: int, attempt: int) -> None:
         with self._changed:

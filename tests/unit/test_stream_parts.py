@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -177,3 +178,69 @@ def test_another_gate_holds_for_the_versions_that_come() -> None:
     assert rank.commit(1, None) == ""
     rank.receive(2, list(rank.pieces))
     assert [version for version, _ in rank.said] == [1, 2, 2, 2], "two stages, then the whole"
+
+
+def test_no_commit_waits_until_staging_is_allocated_for_the_next_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set is made when the first piece of a version needs it: gigabytes of zeros, page-locked, on a lane's thread."""
+    rank, allocates, goes_on = Rank("version"), threading.Event(), threading.Event()
+    rank.receive(1, list(rank.pieces))
+    honest = rank.sink._memory._allocate
+
+    def slowly(name: str) -> torch.Tensor:
+        allocates.set()
+        assert goes_on.wait(20)
+        return honest(name)
+
+    monkeypatch.setattr(rank.sink._memory, "_allocate", slowly)
+    errors: list[str] = []
+    halves = (rank.pieces[::2], rank.pieces[1::2])
+    lanes = [threading.Thread(target=rank.receive, args=(2, list(half))) for half in halves]
+    worker = threading.Thread(target=lambda: errors.append(rank.commit(1, None)))
+    for lane in lanes:
+        lane.start()
+    assert allocates.wait(10)
+    worker.start()
+    worker.join(10)
+    try:
+        assert errors == [""], "the commit waits"
+    finally:
+        goes_on.set()
+    for lane in lanes:
+        lane.join(10)
+    assert rank.commit(2, None) == "" and rank.tensors_not_of(2) == set(), "both lanes wrote into one set"
+
+
+def test_a_gate_changes_under_the_lock_under_which_pieces_are_admitted() -> None:
+    """Otherwise a version could be cut for one gate and be told to become live as the other one says."""
+    rank = Rank("version")
+    host = threading.Thread(target=rank.sink.choose, args=("stage",))
+    with rank.sink._changed:
+        host.start()
+        host.join(0.2)
+        assert (rank.sink._gate, len(rank.sink._parts)) == ("version", 1)
+    host.join(10)
+    assert (rank.sink._gate, len(rank.sink._parts)) == ("stage", 2)
+
+
+def test_a_version_is_said_to_be_sealed_behind_its_parts_whichever_lane_is_faster() -> None:
+    rank, first, whole = Rank("stage"), threading.Event(), threading.Event()
+    early = [piece for piece in rank.pieces if IS_EARLY["stage"](piece.unit)]
+    honest = rank.sink._units_sealed
+
+    def slowly(key: Key, units: frozenset[str]) -> None:
+        if not first.is_set():
+            first.set()
+            whole.wait(0.5)  # for what must not come
+        honest(key, units)
+
+    def sealed(key: Key, elements: int, prepare_s: float) -> None:
+        rank.said.append("sealed")
+        whole.set()
+
+    rank.sink._units_sealed, rank.sink._sealed = slowly, sealed
+    lane = threading.Thread(target=rank.receive, args=(1, early))
+    lane.start()
+    assert first.wait(10)
+    rank.receive(1, [piece for piece in rank.pieces if piece not in early])
+    lane.join(10)
+    assert len(rank.said) == 3 and rank.said[-1] == "sealed"
