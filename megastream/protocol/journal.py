@@ -11,7 +11,7 @@ from megastream.protocol.book import TrainerBook
 from megastream.protocol.control import ControlLog
 from megastream.protocol.follow import Follower
 from megastream.protocol.records import Attach, EngineReady, Failed, Record, TrainerReady
-from megastream.protocol.step_records import Opened, TakenBack, Waiting
+from megastream.protocol.step_records import Opened, TakenBack, UnderWay, Waiting
 
 T = TypeVar("T")
 
@@ -39,6 +39,8 @@ class Journal:
         self._trainers: set[int] = set()
         self._ended = ""
         self._early: Failed | None = None
+        self._under_way_s: dict[str, float] = {}
+        """When a rank last said that pieces are being acknowledged, by attachment, in monotonic seconds."""
         self.attaches: dict[str, Attach] = {}
         """Of this incarnation, by name, in their order."""
         self.books: dict[str, TrainerBook] = {}
@@ -128,9 +130,9 @@ class Journal:
         """What `check` gives as soon as it is neither None nor False. It runs under the lock, after every record.
 
         SyncError when the training fails first (or the attachment of `book`), or after `deadline_s`; then it names
-        what is `missing`.
+        what is `missing`. That time begins anew when a rank says that its pieces (of `book`) are still acknowledged.
         """
-        deadline = time.monotonic() + deadline_s
+        begin = time.monotonic()
         with self.changed:
             while True:
                 found = check()
@@ -140,8 +142,14 @@ class Journal:
                     raise SyncError(self.failure)
                 if book is not None and book.failed is not None:
                     raise SyncError(describe_failed(book.failed))
+                deadline = max(begin, self._moved_s(book)) + deadline_s
                 if not self.changed.wait(deadline - time.monotonic()):
                     raise SyncError(f"{self._who} waited {deadline_s:g} s for {missing()}")
+
+    def _moved_s(self, book: TrainerBook | None) -> float:
+        if book is not None:
+            return self._under_way_s.get(book.attachment, 0.0)
+        return max(self._under_way_s.values(), default=0.0)
 
     def end(self, reason: str) -> None:
         """Nothing can succeed from now on. The first reason counts."""
@@ -163,10 +171,8 @@ class Journal:
                     self._ended = self._ended or f"superseded by incarnation {record.incarnation}"
                 case Opened() if record.incarnation == self.incarnation:
                     self._take_opened(record)
-                case Waiting() if record.incarnation == self.incarnation:
-                    self.waiting.setdefault(record.version, []).append(time.monotonic())
-                case TakenBack() if record.incarnation == self.incarnation:
-                    self.taken_back.setdefault((record.version, record.attempt), {})[record.rank] = record
+                case Waiting() | TakenBack() | UnderWay() if record.incarnation == self.incarnation:
+                    self._take_word(record)
                 case Failed() if record.incarnation == self.incarnation or self._is_early(record):
                     self._early = self._early or record
                 case _:
@@ -180,6 +186,16 @@ class Journal:
         self.books[record.attachment] = TrainerBook(record.attachment, record.engine, record.trainer_world_size, ranks)
         if record.late_joiner:
             self.on_late(record)
+
+    def _take_word(self, record: Waiting | TakenBack | UnderWay) -> None:
+        """What a rank says of its step."""
+        match record:
+            case Waiting():
+                self.waiting.setdefault(record.version, []).append(time.monotonic())
+            case TakenBack():
+                self.taken_back.setdefault((record.version, record.attempt), {})[record.rank] = record
+            case UnderWay():
+                self._under_way_s[record.attachment] = time.monotonic()
 
     def _take_opened(self, record: Opened) -> None:
         if record.last:

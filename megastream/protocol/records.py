@@ -14,6 +14,7 @@ Who writes what, in the order of a run:
     trainer rank 0  Opened            "these attachments take V; those join, and get the version before it first"; or:
                                       "every rank has taken (V, attempt) back, and these take the next attempt"
     trainer rank    TakenBack         "(V, attempt) does not count; these attachments still have some of it on a lane"
+    trainer rank    UnderWay          "the engine still acknowledges pieces of (V, attempt)": so long nobody gives it up
     trainer rank    Emitted           "my pieces of (V, attempt) are all out", or as many as will come
     trainer rank 0  Accepted          "(V, attempt) is decided: the step counts"
     trainer rank 0  WeightsReady      the manifest of V
@@ -42,7 +43,7 @@ from megastream.protocol.lane import LaneAddress
 from megastream.protocol.part_records import GateSet, Mixed, PartCommitted, SetGate, UnitsSealed
 from megastream.protocol.part_records import RankCommit as RankCommit
 from megastream.protocol.part_records import TaggedRecord as _Record
-from megastream.protocol.step_records import Connected, Opened, TakenBack, Waiting, Withdrawn
+from megastream.protocol.step_records import Connected, Opened, TakenBack, UnderWay, Waiting, Withdrawn
 
 PlanKind = Literal["stream", "whole"]
 """`stream`: engine buffers in the loader layout, written in place. `whole`: full tensors for vLLM's own loader."""
@@ -244,6 +245,7 @@ Record = (
     | Waiting
     | Opened
     | TakenBack
+    | UnderWay
     | Emitted
     | Accepted
     | WeightsReady

@@ -26,6 +26,16 @@ class TakenBack(TaggedRecord, frozen=True, kw_only=True, tag="taken_back"):
     lagging: tuple[str, ...] = ()
 
 
+class UnderWay(TaggedRecord, frozen=True, kw_only=True, tag="under_way"):
+    """Whoever waits for something that comes behind (version, attempt) begins to wait anew."""
+
+    attachment: str
+    incarnation: int
+    version: int
+    attempt: int
+    rank: int
+
+
 class Opened(TaggedRecord, frozen=True, kw_only=True, tag="opened"):
     """Who takes `version`, decided once for all trainer ranks. The names are those of attachments.
 

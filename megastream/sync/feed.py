@@ -46,7 +46,6 @@ class Feed:
         self._log, self._journal, self._settings, self._rank = log, journal, settings, rank
         self.attach, self.plan, self._emitter = attach, plan, emitter
         self._closer: threading.Thread | None = None
-        self._version = -1
         self.reports: deque[EmitReport] = deque(maxlen=KEPT_REPORTS)
         """The newest ones, oldest first."""
         self._slot_waits_s: deque[float] = deque()
@@ -73,7 +72,6 @@ class Feed:
     def begin(self, version: int, attempt: int) -> None:
         """Opens a version; the one before has settled, or no bucket of it became final."""
         self.join()
-        self._version = version
         try:
             self._emitter.begin(version, attempt)
         except EmitError as error:
@@ -98,12 +96,7 @@ class Feed:
     def join(self) -> None:
         """Waits until the version before has settled, and says what went wrong with it."""
         if self._closer is not None:
-            limit = 2 * self._settings.transfer_s + CAUSE_S  # its own waits end before: the drain, then the manifest
-            self._closer.join(limit)
-            if self._closer.is_alive():
-                raise self.lose(
-                    f"trainer rank {self._rank} waited {limit:g} s for version {self._version} to be acknowledged"
-                )
+            self._closer.join()  # its own waits end: for the engine, for the other ranks, for the control plane
             self._closer = None
         if self.lost:
             raise FeedLost(self.lost)
@@ -168,8 +161,11 @@ class Feed:
 
     def _settle(self, version: int, attempt: int, train_step: int) -> None:
         """Runs in a thread of its own for each version; what fails is met by the training thread."""
+        settings = self._settings
+        under_way = records.under_way(self.attach, self._rank, version, attempt)
+        every_s = min(settings.transfer_s, settings.attach_s, settings.detach_s) / 2  # other ranks may wait so long
         try:
-            self._emitted(self._emitter.drain(self._settings.transfer_s))
+            self._emitted(self._emitter.drain(settings.transfer_s, every_s, lambda: self._log.append(under_way)))
             if self._rank == 0:
                 self._say_how_it_ended(version, attempt, train_step)
         except EmitError as error:

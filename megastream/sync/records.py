@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from megastream.protocol.records import Accepted, Attach, Emitted, Failed, TrainingFinished
+from megastream.protocol.step_records import UnderWay
 from megastream.trainer.outgoing import EmitReport
+
+
+def under_way(attach: Attach, rank: int, version: int, attempt: int) -> UnderWay:
+    return UnderWay(
+        attachment=attach.attachment, incarnation=attach.incarnation, version=version, attempt=attempt, rank=rank
+    )
 
 
 def emitted(attach: Attach, rank: int, report: EmitReport) -> Emitted:

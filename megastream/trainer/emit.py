@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import inf
 from time import monotonic
 
 import torch
 
 from megastream.plan.types import Piece, Plan
 from megastream.protocol.lane import SendLane
-from megastream.trainer.outgoing import EmitError, EmitReport, Filled, MakeHeader, by_buffer, slot_sizes, traffic
+from megastream.trainer.outgoing import EmitError, EmitReport, Filled, MakeHeader, Still, by_buffer, slot_sizes, traffic
 from megastream.trainer.pack import Packer
 from megastream.trainer.sending import Sending
 from megastream.trainer.slots import Slots
@@ -58,7 +60,8 @@ class Emitter:
         self._version, self._attempt = -1, -1
         self._leases: set[str] = set()
         self._missing: set[str] = set()
-        self._unacknowledged: dict[int, int] = {}
+        self._unacknowledged: Counter[int] = Counter()
+        self._acknowledged_s = monotonic()
         self._wait_s = 0.0
         self._elements = 0
         self._before = traffic(self._lanes)
@@ -83,14 +86,11 @@ class Emitter:
                 raise EmitError(
                     f"rank {self._rank}: version {self._version} still has {left} pieces out; drain or withdraw first"
                 )
-            self._unacknowledged = {}
+            self._unacknowledged = Counter(piece.target for pieces in self._pieces.values() for piece in pieces)
             self._version, self._attempt, self._wait_s, self._elements = version, attempt, 0.0, 0
             self._withdrawn = False
             self._before = traffic(self._lanes)
             self._missing = set(self._pieces)
-            for pieces in self._pieces.values():
-                for piece in pieces:
-                    self._unacknowledged[piece.target] = self._unacknowledged.get(piece.target, 0) + 1
 
     def final(self, buffer_name: str) -> None:
         """The bucket's bytes are final and stay as they are until `is_packed_within` says so. Returns at once.
@@ -118,10 +118,14 @@ class Emitter:
         """Whether `drain` would return at once."""
         return self._is_reached(lambda: not any(self._unacknowledged.values()), seconds)
 
-    def drain(self, deadline_s: float | None = None) -> EmitReport:
-        """Blocks until the engine acknowledged every piece of the open version; the report says what went out."""
-        self._wait(lambda: not any(self._unacknowledged.values()), deadline_s, "drain")
-        return self._report()
+    def drain(self, deadline_s: float | None = None, every_s: float = inf, still: Still = None) -> EmitReport:
+        """Blocks until the engine acknowledged every piece of the open version; the report says what went out.
+
+        EmitError when it acknowledges none for `deadline_s`. While it does, `still` is called about every `every_s`.
+        """
+        self._wait(lambda: not any(self._unacknowledged.values()), deadline_s, "drain", every_s, still)
+        counted = self._before, traffic(self._lanes)
+        return EmitReport.counted(self._version, self._attempt, *counted, self._elements, self._wait_s, self._withdrawn)
 
     def revoke(self) -> None:
         """Takes the open version back without waiting for the engine: what is on a lane arrives, nothing follows it.
@@ -248,6 +252,7 @@ class Emitter:
         """A piece is acknowledged, or dropped with its version."""
         with self._condition:
             self._elements += elements
+            self._acknowledged_s = monotonic()
             self._unacknowledged[target] -= 1
             if not any(self._unacknowledged.values()):  # nobody waits for less
                 self._condition.notify_all()
@@ -261,21 +266,28 @@ class Emitter:
             self._raise_error()
             return bool(reached)
 
-    def _wait(self, done: Callable[[], bool], deadline_s: float | None, what: str) -> None:
+    def _wait(
+        self, done: Callable[[], bool], deadline_s: float | None, what: str, every_s: float = inf, still: Still = None
+    ) -> None:
         limit = self._deadline_s if deadline_s is None else deadline_s
-        if not self._is_reached(done, limit):
-            with self._condition:
-                state = self._state()
-            raise EmitError(f"rank {self._rank}: {what} of version {self._version} took over {limit} s; {state}")
+        since = monotonic()
+        while not self._is_reached(done, min(every_s, since + limit - monotonic())):
+            if self._acknowledged_s > since:
+                since = self._acknowledged_s
+                if still is not None:
+                    still()
+            elif monotonic() - since >= limit:
+                with self._condition:
+                    state = self._state()
+                raise EmitError(f"rank {self._rank}: {what} of version {self._version} stood for {limit} s; {state}")
 
     def _state(self) -> str:
         """Who waits for whom, for an error message. The condition is held."""
         left = ", ".join(f"rank {t}: {count}" for t, count in self._unacknowledged.items() if count)
         return (
-            f"packing {self._slots.wanted}; leased {sorted(self._leases)}; "
-            f"not yet final {sorted(self._missing)}; "
+            f"packing {self._slots.wanted}; leased {sorted(self._leases)}; not yet final {sorted(self._missing)}; "
             f"slots by engine rank: {self._slots}; pieces not acknowledged: {left or 'none'}; "
-            f"raise transfer_s for an engine that only needs longer"
+            f"raise transfer_s for an engine that only needs longer for a piece"
         )
 
     def _raise_error(self) -> None:
@@ -283,18 +295,3 @@ class Emitter:
             raise EmitError(f"rank {self._rank}: version {self._version} cannot go out: {self._error}") from self._error
         if self._closing:
             raise EmitError(f"rank {self._rank}: the emitter is closed")
-
-    def _report(self) -> EmitReport:
-        """What the lanes counted since `begin`; nothing of it is read from the plan."""
-        now = traffic(self._lanes)
-        pieces, payload_bytes, header_bytes = (after - before for after, before in zip(now, self._before, strict=True))
-        return EmitReport(
-            self._version,
-            self._attempt,
-            pieces=pieces,
-            payload_bytes=payload_bytes,
-            wire_bytes=payload_bytes + header_bytes,
-            elements=self._elements,
-            wait_s=self._wait_s,
-            withdrawn=self._withdrawn,
-        )

@@ -14,6 +14,12 @@ from megastream.protocol.lane import SendLane
 MakeHeader = Callable[[Piece, int, int, int], PieceHeader]
 """(piece, version, attempt, checksum) -> header."""
 
+Traffic = tuple[int, int, int]
+"""(pieces, payload bytes, header bytes)."""
+
+Still = Callable[[], object] | None
+"""Told that a wait goes on because something was acknowledged."""
+
 
 class EmitError(RuntimeError):
     """Pieces cannot go out: a lane failed, a deadline passed, or calls came in the wrong order."""
@@ -36,6 +42,15 @@ class EmitReport:
     wait_s: float
     withdrawn: bool = False
 
+    @classmethod
+    def counted(
+        cls, version: int, attempt: int, before: Traffic, now: Traffic, elements: int, wait_s: float, withdrawn: bool
+    ) -> EmitReport:
+        """From what the lanes counted between the two; nothing of it is read from the plan."""
+        pieces, payload_bytes, header_bytes = (after - earlier for earlier, after in zip(before, now, strict=True))
+        wire_bytes = payload_bytes + header_bytes
+        return cls(version, attempt, pieces, payload_bytes, wire_bytes, elements, wait_s, withdrawn)
+
 
 @dataclass(frozen=True, slots=True)
 class Filled:
@@ -53,8 +68,8 @@ class Filled:
         return self.make_header(self.checksum())
 
 
-def traffic(lanes: Mapping[int, SendLane]) -> tuple[int, int, int]:
-    """(pieces, payload bytes, header bytes) that went through the lanes of a rank since they opened."""
+def traffic(lanes: Mapping[int, SendLane]) -> Traffic:
+    """What went through the lanes of a rank since they opened."""
     counters = [lane.counters for lane in lanes.values()]
     return (
         sum(each.pieces for each in counters),

@@ -33,7 +33,8 @@ class TrainerSettings:
     bind_s: float = 120.0
     """For every rank to build the plan, and for the lanes to open."""
     transfer_s: float = 600.0
-    """Without progress on one piece, or for a version to be acknowledged: longer than an engine may be paused."""
+    """Without the acknowledgement of a piece: longer than an engine may be paused. A version may take longer; an engine
+    that needs more than a step for one skips versions."""
     attach_s: float = 600.0
     """From the emitted base version to the engine's answer."""
     lag_s: float = 600.0

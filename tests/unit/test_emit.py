@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from time import monotonic
@@ -61,7 +62,7 @@ def test_slots_bound_what_is_packed_and_hold_the_lease() -> None:
         emit.begin(1, 1)
         emit.final("one")
         assert not emit.is_packed_within(0.2)
-        with pytest.raises(EmitError, match=r"drain of version 1 took over 0.1 s; packing one .*to engine rank 0"):
+        with pytest.raises(EmitError, match=r"drain of version 1 stood for 0.1 s; packing one .*to engine rank 0"):
             emit.drain(0.1)
         with pytest.raises(EmitError, match=r"leased \['one'\]; .*rank 0: 0 of 2 free; .*not acknowledged: rank 0: 6"):
             emit.drain(0.1)
@@ -217,3 +218,30 @@ def test_of_a_withdrawn_version_arrives_what_is_under_way() -> None:
         emit.begin(1, 2)
         emit.final("one")
         assert emit.drain().pieces == 5, "all slots are there again"
+
+
+def test_a_version_may_take_longer_than_the_deadline_while_its_pieces_are_acknowledged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And whoever waits is told so. The clock is the test's: of ten seconds six pass with each piece."""
+    ticks, passed_s = itertools.count(), [0.0]
+    monkeypatch.setattr("megastream.trainer.emit.monotonic", lambda: passed_s[0] + next(ticks) * 1e-6)
+    lane, told = FakeLane(open_gate=False), []
+
+    def still() -> None:
+        told.append(len(lane.sent))
+        if len(told) < 4:
+            passed_s[0] += 6.0
+            lane.one_more.release()
+        else:
+            passed_s[0] += 11.0
+
+    with emitter({0: lane}, plan=plan(many(6)), slots=8) as emit:
+        emit.begin(1, 1)
+        emit.final("one")
+        threading.Timer(0.1, lane.one_more.release).start()
+        with pytest.raises(EmitError, match="drain of version 1 stood for 10.0 s; .*not acknowledged: rank 0: 2"):
+            emit.drain(10.0, 0.01, still)
+        assert told == [1, 2, 3, 4]
+        lane.gate.set()
+        assert emit.drain().pieces == 6

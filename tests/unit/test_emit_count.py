@@ -91,5 +91,5 @@ def test_a_withdrawn_piece_that_stays_on_its_lane_ends_at_the_deadline() -> None
         emit.begin(1, 0)
         emit.final("one")
         eventually(lambda: lane.asked == 1)
-        with pytest.raises(EmitError, match=r"drain of version 1 took over 0.2 s; .*not acknowledged: rank 0: [12]"):
+        with pytest.raises(EmitError, match=r"drain of version 1 stood for 0.2 s; .*not acknowledged: rank 0: [12]"):
             emit.withdraw(0.2)

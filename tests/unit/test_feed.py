@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megastream.protocol import journal as protocol_journal
 from megastream.protocol.book import TrainerBook
-from megastream.protocol.records import Committed
+from megastream.protocol.journal import Journal, SyncError
+from megastream.protocol.records import Committed, Emitted
+from megastream.protocol.step_records import UnderWay, Waiting
 from megastream.rl import streaming
 from megastream.rl.streaming import Streaming
 from megastream.sync import Opening
@@ -65,3 +70,56 @@ def test_a_step_says_what_engines_cost_on_the_rank_where_it_was_most(monkeypatch
         "skipped": ["b"],
         "withdrawn": ["b"],
     }
+
+
+@pytest.mark.parametrize(
+    ("words_of", "about_one", "is_given_time"), [("i1", True, True), ("i1", False, True), ("i1-2", True, False)]
+)
+def test_ranks_wait_for_one_whose_pieces_are_still_acknowledged(
+    words_of: str, about_one: bool, is_given_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait of 100 s that hears at 60 s of what is under way, and ends well behind 120 s. Clocks are the test's."""
+    now, looked, over = [0.0], threading.Event(), threading.Event()
+    monkeypatch.setattr(protocol_journal, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one, book = Journal(MemoryLog(MemoryStore()), "trainer rank 1", 1), TrainerBook("i1", "e", 1, 1)
+
+    def others() -> None:
+        now[0] = 60.0
+        one._take(UnderWay(attachment=words_of, incarnation=1, version=3, attempt=0, rank=0))
+        now[0] = 120.0
+        one._take(Waiting(incarnation=1, version=9, rank=0))
+        looked.wait(10)
+        over.set()
+        one._take(Waiting(incarnation=1, version=9, rank=0))
+
+    def check() -> bool:
+        if not thread.ident:
+            thread.start()
+        if now[0] == 120.0:
+            looked.set()
+        return over.is_set()
+
+    thread = threading.Thread(target=others)
+    given_up = nullcontext() if is_given_time else pytest.raises(SyncError, match="rank 1 waited 100 s for version 3")
+    with given_up:
+        one.wait(check, 100.0, lambda: "version 3", book if about_one else None)
+    thread.join(10)
+
+
+def test_a_rank_says_that_pieces_are_acknowledged_while_it_waits_for_all_of_them() -> None:
+    class Emitter:
+        def drain(self, deadline_s: float, every_s: float, still: Any) -> EmitReport:
+            asked.append((deadline_s, every_s))
+            still()
+            return report(3, 0.0)
+
+    asked: list[tuple[float, float]] = []
+    one = feed()
+    one._emitter, one._rank = Emitter(), 1  # type: ignore[assignment]
+    one._settings = trainer_settings("t", transfer_s=9.0, detach_s=2.0)
+    one.finish(3, 0, 3)
+    one.join()
+    store = one._log._store  # type: ignore[attr-defined]
+    assert asked == [(9.0, 1.0)], "often enough for the rank that waits least"
+    assert [type(record) for record in store.records] == [UnderWay, Emitted]
+    assert store.records[0] == UnderWay(attachment="i1", incarnation=1, version=3, attempt=0, rank=1)
