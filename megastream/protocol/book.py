@@ -33,6 +33,7 @@ class TrainerBook:
         self.num_ranks = {"trainer": trainer_ranks, "engine": engine_ranks}
         self.bound: dict[tuple[str, int], Bound] = {}
         self.emitted: dict[tuple[int, int], dict[int, Emitted]] = {}
+        """By (version, attempt), then by rank; of what has not settled."""
         self.committed: deque[Committed] = deque(maxlen=_KEPT_COMMITS)
         """The newest ones, oldest first."""
         self.connected: set[int] = set()
@@ -70,15 +71,19 @@ class TrainerBook:
 
     def _take_version(self, record: Emitted | Committed | WeightsReady | Withdrawn) -> None:
         match record:
-            case Emitted():
+            case Emitted() if (record.version, record.attempt) > self.settled:
                 self.emitted.setdefault((record.version, record.attempt), {})[record.rank] = record
             case Committed():
                 self.committed.append(record)
             case WeightsReady():
                 self.whole_version = record.version
-                self.settled = (record.version, record.attempt)
+                self._settle(record)
             case Withdrawn():
-                self.settled = (record.version, record.attempt)
+                self._settle(record)
+
+    def _settle(self, end: WeightsReady | Withdrawn) -> None:
+        self.settled = (end.version, end.attempt)
+        self.emitted = {key: ranks for key, ranks in self.emitted.items() if key > self.settled}
 
     @property
     def is_over(self) -> bool:
@@ -134,8 +139,7 @@ class TrainerBook:
 
         ProtocolError when it is not what the plan asks for.
         """
-        emitted = self.emitted.pop((version, attempt))
-        self.emitted = {key: value for key, value in self.emitted.items() if key > (version, attempt)}
+        emitted = self.emitted[version, attempt]
         if any(record.withdrawn for record in emitted.values()):
             return Withdrawn(attachment=self.attachment, incarnation=incarnation, version=version, attempt=attempt)
         planned = source_totals(plan)

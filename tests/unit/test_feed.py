@@ -12,8 +12,8 @@ import pytest
 from megastream.protocol import journal as protocol_journal
 from megastream.protocol.book import TrainerBook
 from megastream.protocol.journal import Journal, SyncError
-from megastream.protocol.records import Committed, Emitted
-from megastream.protocol.step_records import UnderWay, Waiting
+from megastream.protocol.records import Committed, Emitted, WeightsReady
+from megastream.protocol.step_records import UnderWay, Waiting, Withdrawn
 from megastream.rl import streaming
 from megastream.rl.streaming import Streaming
 from megastream.sync import Opening
@@ -70,6 +70,26 @@ def test_a_step_says_what_engines_cost_on_the_rank_where_it_was_most(monkeypatch
         "skipped": ["b"],
         "withdrawn": ["b"],
     }
+
+
+def test_what_ranks_emitted_is_kept_until_the_version_has_settled() -> None:
+    """On every rank: only rank 0 asks for manifests, and the records of all ranks come to all of them."""
+    book = TrainerBook("i1", "e", trainer_ranks=2, engine_ranks=1)
+    for version in range(100):
+        named = dict(attachment="i1", incarnation=1, version=version)
+        sizes = dict(pieces=1, payload_bytes=4, wire_bytes=8, elements=1, wait_s=0.0)
+        for attempt in (0, 1):
+            for rank in (0, 1):
+                assert book.not_emitted(version, attempt)[0] == f"trainer rank {rank}"
+                book.take(Emitted(**named, **sizes, attempt=attempt, rank=rank))
+            assert book.not_emitted(version, attempt) == []
+        if version % 2:
+            book.take(Withdrawn(**named, attempt=1))
+        else:
+            book.take(WeightsReady(**named, attempt=1, train_step=0, plan_digest="d", units=(), elements=1))
+        assert book.emitted == {}
+        book.take(Emitted(**named, **sizes, attempt=1, rank=0))
+        assert book.emitted == {}, "said twice, after a server had lost its data"
 
 
 @pytest.mark.parametrize(
