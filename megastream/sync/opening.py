@@ -136,7 +136,9 @@ class Boundary:
             self.usher.settle(limit_s)
 
     def finish(self, reason: str) -> None:
-        """Behind `last`: ends every attachment and waits for the engines' answers."""
+        """Behind `last`: ends every attachment and waits for the engines' answers. SyncError when one that all need
+        was lost meanwhile."""
+        self.feeds.check()
         if self.usher is not None:
             self.usher.stop()
             for name, book in list(self.journal.books.items()):

@@ -27,7 +27,6 @@ from megastream.plan.types import Plan
 from megastream.protocol.book import TrainerBook
 from megastream.protocol.control import ControlError, ControlLog
 from megastream.protocol.journal import EnginePoisoned, Journal, SyncError
-from megastream.protocol.lane import LaneError
 from megastream.protocol.records import Attach, Attached, Committed, PlanKind
 from megastream.sync import records
 from megastream.sync.binding import GRACE_S, Binder, TrainerModel
@@ -35,7 +34,7 @@ from megastream.sync.feed import Feed, FeedLost
 from megastream.sync.feeds import Feeds
 from megastream.sync.opening import Boundary, Emission, Opening
 from megastream.sync.usher import Usher
-from megastream.trainer.outgoing import EmitError, EmitReport
+from megastream.trainer.outgoing import EmitReport
 from megastream.trainer.settings import TrainerSettings
 from megastream.trainer.stepper import Listener
 
@@ -100,8 +99,7 @@ class TrainerSync:
         journal = self._journal = self._binder.announce()
         feeds = Feeds(self._log, journal, self._binder, rank=self.rank, strict=not settings.late_joiners)
         usher = Usher(self._log, journal, self._binder, settings, self._failed) if self.rank == 0 else None
-        buffers = self._trainer.buffers
-        self._boundary = Boundary(self._log, journal, feeds, settings, self.rank, buffers, usher)
+        self._boundary = Boundary(self._log, journal, feeds, settings, self.rank, self._trainer.buffers, usher)
         journal.on_late = feeds.join_late
         try:
             if self.rank == 0:
@@ -114,7 +112,7 @@ class TrainerSync:
         try:
             for attach in attaches:
                 feeds.add(self._binder.feed(journal, attach))
-        except (ValueError, LaneError, EmitError, ControlError, SyncError) as error:
+        except (ValueError, RuntimeError) as error:  # lanes, drivers, torch, the emitter, the control plane
             raise self._failed(str(error)) from error
         return self._push_base(attaches, usher)
 
@@ -130,7 +128,8 @@ class TrainerSync:
 
     def finished(self, reason: str) -> None:
         """Ends every attachment once the last version is out and the engine has answered. Blocks; all ranks."""
-        self.catch_up()
+        if not self._caught_up:
+            self.catch_up()
         self._raising(lambda: self._bound.finish(reason))
         self._ended = True
 
@@ -173,7 +172,8 @@ class TrainerSync:
             raise ValueError(f"{self._who} begins version {version}, but version {expected} is next")
         if version == self._open.version:
             self._held = []
-            self.opening = self._raising(lambda: self._bound.reopen(self._open, self.opening))
+            so_far = Opening(version) if self._skipped else self.opening  # that step has said what it cost
+            self.opening = self._raising(lambda: self._bound.reopen(self._open, so_far))
             attempt = self._open.attempt + 1
         else:
             self.opening = self._raising(lambda: self._bound.open(version, self._open))

@@ -63,7 +63,7 @@ class Receiver(gloo.GlooReceiver):
             return GlooReceiveLane(pair, name)
         try:
             return self._agree(pair, name, until)
-        except (PairTimeout, PairBroken, LaneError):
+        except (PairTimeout, PairBroken, RuntimeError):  # lanes, drivers, torch
             pair.close()
             raise
 
@@ -108,7 +108,7 @@ def connect(address: LaneAddress, deadline_s: float, device: torch.device) -> Se
     except PairBroken as error:
         pair.close()
         raise LaneError(f"{name}: cannot connect: {error}") from error
-    except LaneError:
+    except RuntimeError:  # lanes, drivers, torch
         pair.close()
         raise
 

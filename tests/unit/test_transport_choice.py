@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from megastream.protocol.lane import LaneError
+from megastream.protocol.lane import LaneAddress, LaneError
 from megastream.transport import lanes
 from megastream.transport.checksum import weighted_sum
 from megastream.transport.choice import Side, choose
+from megastream.transport.cuda_driver import DriverError
 
 TRAINER = Side(host="a", pid=1, gpu="g0", nccl=22809)
 ENGINE = Side(host="a", pid=2, gpu="g1", nccl=22809)
@@ -118,3 +120,23 @@ def test_the_weighted_sum_sees_every_change(num_bytes: int) -> None:
     assert len(seen) == 2 + len(places) + swaps
     odd = torch.cat([torch.zeros(3, dtype=torch.uint8), payload])[3:]
     assert weighted_sum(odd) == weighted_sum(payload), "wherever the bytes lie"
+
+
+def test_a_driver_that_fails_leaves_no_end_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise DriverError("cuInit: no device")
+
+    closed: list[str] = []
+    pairs: Any = [SimpleNamespace(close=lambda end=end: closed.append(end)) for end in ("trainer", "engine")]
+    monkeypatch.setattr(lanes.gloo, "meet", lambda address, deadline_s: pairs[0])
+    monkeypatch.setattr(lanes, "hear", lambda *args: TRAINER)
+    monkeypatch.setattr(lanes, "describe", fail)
+    with pytest.raises(DriverError, match="no device"):
+        lanes.connect(LaneAddress("ipc", "localhost", 1, "trainer0-k"), 1.0, CPU)
+    receiver = lanes.Receiver("127.0.0.1", "auto", CPU)
+    try:
+        with pytest.raises(DriverError, match="no device"):
+            receiver._lane(pairs[1], "lane", 1.0)
+    finally:
+        receiver.close()
+    assert closed == ["trainer", "engine"]
