@@ -43,6 +43,8 @@ class Usher:
         self._opened: Opened | None = None
         self._answered = 0
         self._num_attachments = settings.engines
+        self._invited_s: dict[str, float] = {}
+        """When engines were asked to attach while training goes on, by attachment; of those not read back yet."""
         self._looked_s = 0.0
         self._alone_since_s: float | None = None
         self._whole_since_s: dict[str, float] = {}
@@ -166,8 +168,10 @@ class Usher:
             return
         self._looked_s = now
         with self._journal.changed:
-            if len(self._journal.attaches) < self._num_attachments:
-                return  # the last invitation has not come back yet
+            there = self._journal.attaches
+            self._invited_s = {name: at for name, at in self._invited_s.items() if name not in there}
+            if any(now - at < self._settings.bind_s for at in self._invited_s.values()):
+                return  # it has not come back yet; later than that, a server has lost it together with its data
             free = self._journal.free_engines(self._settings.engine)
             base, train_step = self._newest, self._train_step
         for engine in free:
@@ -175,6 +179,7 @@ class Usher:
                 number, self._num_attachments = self._num_attachments, self._num_attachments + 1
                 logger.info("engine %s is asked to attach at version %d or newer", engine, base)
                 self._log.append(self._binder.attach_record(self._journal, number, engine, base, train_step, late=True))
+                self._invited_s[self._journal.name(number)] = time.monotonic()
 
     def _end_what_is_late(self) -> None:
         """An engine that has its first version whole and does not take it; a training that is alone for too long."""

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from megastream.protocol.journal import Journal
-from megastream.protocol.records import Attach, Attached, EngineReady, WeightsReady
+from megastream.protocol.records import Attach, Attached, EngineReady, Record, WeightsReady
 from megastream.protocol.step_records import Opened, TakenBack, Waiting
+from megastream.sync import usher
 from megastream.sync.binding import Binder
 from megastream.sync.usher import Usher
 from tests.helpers.fake_trainer import FakeTrainer
@@ -153,3 +156,24 @@ def test_a_training_without_engines_ends_at_its_deadline() -> None:
         b.usher.open_after(7, 7)
         eventually(lambda: b.failed != [])
         assert b.failed == ["no engine was attached for 0.2 s; training stops behind version 7"]
+
+
+def test_an_engine_is_asked_again_when_the_server_has_lost_the_invitation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may come back empty before anybody has read it."""
+
+    def losing(record: Record) -> str:
+        if isinstance(record, Attach) and not lost:
+            lost.append(record)
+            return "0"
+        return honest(record)
+
+    monkeypatch.setattr(usher, "_INVITE_EVERY_S", 0.05)
+    with bench(late_joiners=True, bind_s=0.5) as b:
+        b.attached("i1", "a")
+        honest, lost = b.log.append, []
+        b.log.append = losing  # type: ignore[method-assign]
+        b.engine("b")
+        b.usher.open_after(7, 70)
+        eventually(lambda: "i1-3" in b.journal.attaches)
+        assert lost[0].attachment == "i1-2", "a name is not used twice: somebody may have read the first one"
+        assert b.journal.attaches["i1-3"].engine == lost[0].engine == "b" and len(b.of(Attach)) == 2
