@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from tests.helpers.engine import set_environment
 
 set_environment()
 
-from fastapi import FastAPI  # noqa: E402
+from fastapi import APIRouter, FastAPI  # noqa: E402
 
 from megastream.engine.vllm import compat, compat_front, routes, serving  # noqa: E402
 from megastream.engine.vllm.token_gate import TokenGate, read_token  # noqa: E402
@@ -82,6 +84,12 @@ def test_a_token_that_is_none_is_refused_by_the_name_of_its_file(tmp_path: Path,
         read_token(str(tmp_path / "none"))
 
 
+def import_routers() -> list[Any]:
+    """vLLM's modules that pause it, change weights and call workers' methods, where this version has them."""
+    updates = "rl.online" if compat.version() >= (0, 32, 0) else "serve.dev.rlhf"
+    return [import_module(f"vllm.entrypoints.{place}.api_router") for place in (updates, "serve.dev.rpc")]
+
+
 @pytest.mark.parametrize("is_built", [True, False])
 @pytest.mark.parametrize(
     ("backend", "dev", "guarded"), [("megastream", True, True), ("megastream", False, False), ("nccl", True, False)]
@@ -90,9 +98,7 @@ def test_an_application_is_changed_for_our_backend_only(
     monkeypatch: pytest.MonkeyPatch, token_file: Path, backend: str, dev: bool, guarded: bool, is_built: bool
 ) -> None:
     """Every endpoint of vLLM's development packages is behind the gate, the one that calls workers' methods too."""
-    import vllm.entrypoints.rl.online.api_router
-    import vllm.entrypoints.serve.dev.rpc.api_router  # noqa: F401
-
+    import_routers()
     patched: list[bool] = []
     monkeypatch.setattr(compat, "dev_mode", lambda: dev)
     monkeypatch.setattr(routes, "patch", lambda: patched.append(True))
@@ -105,6 +111,25 @@ def test_an_application_is_changed_for_our_backend_only(
     for path in ("/pause", "/update_weights", "/finish_weight_update", "/collective_rpc", "/v1/completions"):
         assert status(app, path, BEARER) == 200
         assert status(app, path, {}) == (401 if guarded and path != "/v1/completions" else 200)
+
+
+@pytest.mark.parametrize("place", ["serve.dev.rlhf", "rl.online", "rl"])
+def test_endpoints_that_change_weights_are_found_where_versions_have_them(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """0.26 has them under `serve.dev.rlhf`, 0.32 under `rl.online`; elsewhere they would be open, and are refused."""
+    monkeypatch.setattr(compat, "dev_mode", lambda: True)
+    for module in import_routers():
+        monkeypatch.delitem(sys.modules, module.__name__)
+    app, router = FastAPI(), APIRouter()
+    router.add_api_route("/update_weights", lambda: None, methods=["POST"])
+    app.include_router(router)
+    with pytest.raises(compat.UnsupportedVersion, match="serves /update_weights from a place that megastream does not"):
+        compat_front.development_paths(app)
+    module = ModuleType(f"vllm.entrypoints.{place}.api_router")
+    module.router = router  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert "/update_weights" in compat_front.development_paths(app)
 
 
 def test_a_command_line_without_a_backend_is_none_of_ours() -> None:

@@ -140,15 +140,33 @@ async def ask_core(routes: Any, utility: str) -> Any:
     return await routes.engine_client.engine_core.call_utility_async(utility)
 
 
-def development_paths() -> frozenset[str]:
-    """Paths of the endpoints that vLLM has only in development mode, as this process serves them."""
-    return frozenset(route.path for router in _development_routers() for route in router.routes)
+_DEVELOPMENT_PACKAGES = ("vllm.entrypoints.serve.dev.", "vllm.entrypoints.rl.")
+"""Where the routers lie that vLLM adds in development mode. What changes weights is in `serve.dev.rlhf` in 0.26, and in
+`rl.online` in 0.32."""
+
+_CHANGING = frozenset(
+    f"/{name}" for name in ("collective_rpc", "pause", "start_weight_update", "update_weights", "finish_weight_update")
+)
+"""Paths that both of them have, and that must never be served without the token."""
+
+
+def development_paths(app: Any) -> frozenset[str]:
+    """Paths of the endpoints that vLLM has only in development mode, as this process serves them.
+
+    UnsupportedVersion when `app` serves one that changes weights and was not found among them.
+    """
+    found = frozenset(route.path for router in _development_routers() for route in router.routes)
+    if missed := _CHANGING.intersection(getattr(route, "path", "") for route in app.routes) - found:
+        raise compat.UnsupportedVersion(
+            f"vLLM {compat.version_text()} serves {', '.join(sorted(missed))} from a place that megastream does not "
+            "know, so a token would not be asked for there; start without VLLM_SERVER_DEV_MODE"
+        )
+    return found
 
 
 def _development_routers() -> Iterator[Any]:
     if not compat.dev_mode():
         return
-    packages = ("vllm.entrypoints.serve.dev.", "vllm.entrypoints.rl.")
     for name, module in list(sys.modules.items()):
-        if name.startswith(packages) and name.endswith(".api_router"):
+        if name.startswith(_DEVELOPMENT_PACKAGES) and name.endswith(".api_router"):
             yield module.router

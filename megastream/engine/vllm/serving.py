@@ -23,7 +23,7 @@ def _with_routes(build: Callable[..., Any], token_file: Callable[[Any], str]) ->
         token = read_token(path) if path else None
         routes.patch()
         app = build(args, *rest, **named)
-        if paths := compat_front.development_paths():
+        if paths := compat_front.development_paths(app):
             compat_front.wrap_requests(app, lambda inner: TokenGate(inner, paths, token))
         return app
 
