@@ -103,6 +103,25 @@ def test_bad_update_info_is_refused_before_a_worker_sees_it(info: dict[str, Any]
         guarded(SimpleNamespace(megastream=object()), "update_weights", kwargs=info)
 
 
+@pytest.mark.parametrize(
+    ("method", "named"),
+    [
+        ("reload_weights", "stamped with the version before; attach a trainer with kind whole"),
+        ("reset_weights", "such weights belong to no version"),
+        ("start_draft_weight_update", "megastream has no draft model"),
+        ("shutdown_weight_transfer_engine", "a trainer detaches over the control plane"),
+    ],
+)
+def test_calls_that_would_change_weights_behind_the_stamps_are_never_served(method: str, named: str) -> None:
+    called: list[str] = []
+    guarded = core._guarding_native_calls(lambda self, method, *args: called.append(method))
+    with pytest.raises(core.UpdateRefused, match=f"{method}: .*{named}"):
+        guarded(SimpleNamespace(megastream=object()), method)
+    assert called == []
+    guarded(SimpleNamespace(megastream=None), method)
+    assert called == [method], "an engine of another backend is left alone"
+
+
 class CountingPort:
     """A core's port over two ranks, which counts the calls that all ranks answer."""
 

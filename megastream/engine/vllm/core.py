@@ -27,7 +27,10 @@ NATIVE_CALLS = (
 NEVER_SERVED = {
     "start_draft_weight_update": "megastream has no draft model; use start_weight_update",
     "shutdown_weight_transfer_engine": "there is no connection to release; a trainer detaches over the control plane",
+    "reload_weights": "tokens would go on being stamped with the version before; attach a trainer with kind whole",
+    "reset_weights": "tokens would go on being stamped with the version before; such weights belong to no version",
 }
+"""Worker methods that vLLM's API and /collective_rpc can name."""
 
 MAX_DEADLINE_S = 3600.0
 """Longest time that a paused update may keep an engine from stepping."""
