@@ -12,6 +12,10 @@ from megastream.layout.shard import RankLayout
 from megastream.plan.types import Copy, Piece
 
 
+class NoStagingRoom(RuntimeError):
+    """A staging set could not be allocated. Names its bytes, where they should lie, and the remedy."""
+
+
 def copies_by_buffer(pieces: Iterable[Piece]) -> dict[str, tuple[Copy, ...]]:
     """The copies that write each engine buffer, in plan order."""
     copies: dict[str, list[Copy]] = {}
@@ -57,15 +61,33 @@ class StagingMemory:
         return sum(t.numel() * t.element_size() for t in (self._sets[slot] or {}).values())
 
     def buffers(self, slot: int) -> dict[str, torch.Tensor]:
-        """The flat tensors of a set. Any thread; at first use this allocates, which takes seconds where it is large."""
+        """The flat tensors of a set. Any thread; at first use this allocates, which takes seconds where it is large.
+
+        NoStagingRoom when there is no memory for it.
+        """
         if (there := self._sets[slot]) is not None:
             return there
         with self._allocating:
             if (buffers := self._sets[slot]) is None:
-                buffers = {name: self._allocate(name) for name in self._specs}
+                buffers = self._allocate_all()
                 self.finish_writes()  # other lanes' streams write there, too
                 self._sets[slot] = buffers
             return buffers
+
+    def _allocate_all(self) -> dict[str, torch.Tensor]:
+        try:
+            return {name: self._allocate(name) for name in self._specs}
+        except RuntimeError as error:  # what torch raises without memory, on a GPU a kind of it
+            raise self._no_room(error) from error
+
+    def _no_room(self, error: RuntimeError) -> NoStagingRoom:
+        num_bytes = sum(spec.num_elements * torch_dtype(spec.dtype).itemsize for spec in self._specs.values())
+        where = "host memory" if self._device.type == "cpu" else f"memory of {self._device}"
+        why = (str(error).splitlines() or ["no reason given"])[0]
+        return NoStagingRoom(
+            f"no room for staging: {num_bytes} bytes of {where}, one of {len(self._sets)} sets ({why}); set "
+            "megastream.settings.staging_sets lower, or leave this engine more memory"
+        )
 
     def finish_writes(self) -> None:
         """Blocks until this thread's writes into a set are done."""

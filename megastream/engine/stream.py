@@ -120,7 +120,11 @@ class StreamSink:
         piece = self._plan.pieces[header.seq]
         if (regions := self._regions.get((slot, piece.seq))) is None:
             regions = self._regions[slot, piece.seq] = target_regions(piece, buffers.__getitem__)
-        written = scatter(piece, payload, regions)
+        try:
+            written = scatter(piece, payload, regions)
+        except RuntimeError as error:
+            what = f"piece {piece.seq} ({piece.unit}, version {header.version})"
+            raise RuntimeError(f"{what} could not be written into staging: {error}") from error
         self._memory.finish_writes()
         with self._changed:
             if (staged := self._staged.get(_key(header))) is not None:

@@ -140,9 +140,11 @@ def engine(
 Body = Callable[[TrainerSync, FakeTrainer], None]
 
 
-def train(store: MemoryStore, body: Body, *, version: int = 0, settings: TrainerSettings) -> list[BaseException | None]:
+def train(
+    store: MemoryStore, body: Body, *, version: int = 0, settings: TrainerSettings, mesh: str = TRAINER
+) -> list[BaseException | None]:
     """Runs `body` on every trainer rank, each in a thread; what each of them raised."""
-    layouts = trainer_side(TRAINER)
+    layouts = trainer_side(mesh)
     outcomes: list[BaseException | None] = [None] * len(layouts)
 
     def run(rank: int) -> None:

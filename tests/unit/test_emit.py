@@ -15,7 +15,8 @@ import xxhash
 from megastream.protocol.header import HEADER_BYTES, PieceHeader
 from megastream.trainer.emit import Emitter
 from megastream.trainer.outgoing import EmitError
-from tests.helpers.emit import RANK, FakeLane, buffers, emitter, header_for, many, plan
+from megastream.trainer.pack import Packer
+from tests.helpers.emit import RANK, FakeLane, buffers, emitter, header_for, many, piece, plan, rows
 from tests.helpers.spine import eventually
 
 
@@ -72,6 +73,39 @@ def test_slots_bound_what_is_packed_and_hold_the_lease() -> None:
         report = emit.drain()
     assert torch.equal(torch.cat([payload.view(torch.float32) for _, payload in lane.sent]), torch.arange(24.0))
     assert report.wait_s > 0.2
+
+
+class Read(dict[str, torch.Tensor]):
+    """Buckets that remember which of them were asked for."""
+
+    def __init__(self, buffers: dict[str, torch.Tensor]) -> None:
+        super().__init__(buffers)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("layers", [8, 64])
+def test_memory_is_that_of_the_slots_however_large_the_model_is(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the first bucket leaves before another one is touched."""
+    honest, slots = Packer.new_slot, []
+
+    def new_slot(self: Packer, num_bytes: int, *rest: Any) -> torch.Tensor:
+        slots.append(num_bytes)
+        return honest(self, num_bytes, *rest)
+
+    monkeypatch.setattr(Packer, "new_slot", new_slot)
+    names = [f"layer {number}" for number in range(layers)]
+    live = Read({name: torch.arange(256.0) for name in names})
+    lane, pieces = FakeLane(), tuple(piece(seq, 0, name, rows((256,), 0, (1,))) for seq, name in enumerate(names))
+    with emitter({0: lane}, plan=plan(pieces), buffers=live, slots=2) as emit:
+        emit.begin(1, 1)
+        emit.final(names[0])
+        eventually(lambda: len(lane.sent) == 1)
+        assert live.names == {names[0]}
+    assert slots == [1024, 1024]
 
 
 def test_a_lease_ends_when_packed_not_when_sent() -> None:
