@@ -6,11 +6,13 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
+
 from megastream.control.embedded import EmbeddedServer
 from megastream.protocol.records import Committed, Detached, Failed
 from megastream.sync import TrainerSync
 from tests.helpers.fake_trainer import FakeTrainer, train_step
-from tests.helpers.processes import engine_processes, trainer_processes, wait_until
+from tests.helpers.processes import Side, engine_processes, trainer_processes, wait_until
 
 PROMPT_S = 12.0
 """A killed process is noticed by everybody within this time, far below any deadline of the settings."""
@@ -78,3 +80,33 @@ def test_versions_incarnations_and_killed_ranks(tmp_path: Path) -> None:
             answers = [rank.answer() for rank in ranks]
             assert time.monotonic() - begin < PROMPT_S, answers
             assert {kind for kind, _ in answers} == {"error"}, answers
+
+
+def settled(side: Side) -> list[tuple[int, int]]:
+    """Open files and threads of each engine rank, once what has ended is gone."""
+    before: list[tuple[int, int]] = []
+    while (now := [rank.ask("held") for rank in side.ranks]) != before:
+        before = now
+        time.sleep(0.5)
+    return now
+
+
+@pytest.mark.full
+def test_trainers_that_are_killed_again_and_again_leave_nothing_in_the_engine(tmp_path: Path) -> None:
+    """Each of them in the middle of a version; the next one attaches, and open files and threads do not grow."""
+    with engine_processes(EmbeddedServer(tmp_path)) as side:
+        held = []
+        for cycle in range(5):
+            with trainer_processes(side, f"killed-{cycle}", stops_in_mid_version) as ranks:
+                assert ranks[1].answer() == "in mid version"
+                ranks[1].kill()
+                answers = [rank.answer() for rank in ranks if rank is not ranks[1]]
+                assert {kind for kind, _ in answers} == {"error"}, answers
+            wait_until(lambda cycle=cycle: len(side.records(Detached)) == cycle + 1, 10)  # type: ignore[misc]
+            held.append(settled(side))
+        for first, last in zip(held[0], held[-1], strict=True):
+            assert all(now <= then for now, then in zip(last, first, strict=True)), held
+        with trainer_processes(side, "last", three_versions) as ranks:
+            bases = {rank.answer() for rank in ranks}
+        assert [kind for kind, _ in bases] == ["ok"]
+        assert side.differing(side.core.live_version()) == []
