@@ -11,10 +11,9 @@
     stepper.close()
     sync.finished("done")
 
-Every trainer rank makes the same calls in the same order. Every wait ends: with what it waited for, with a SyncError
-that names who failed and why, or with a SyncError that says who waited for whom.
-Every engine has an attachment, lanes and slots of its own. With `settings.late_joiners` engines come and go meanwhile:
-one that is lost is left behind, one that comes up is bound beside the training, and gets the newest version whole.
+Every trainer rank makes the same calls in the same order. Every wait ends: with what it waited for, or with a SyncError
+that says who failed and why, or who waited for whom. Every engine has an attachment, lanes and slots of its own. With
+`settings.late_joiners` one that is lost is left behind, and one that comes up joins with the newest version, whole.
 """
 
 from __future__ import annotations
@@ -220,12 +219,13 @@ class TrainerSync:
             self._bound.usher.open_after(now.version, now.train_step)
 
     def wait_committed(self, version: int, deadline_s: float) -> Committed | None:
-        """Blocks until `version` or a newer one is live on every attached engine; the first one's word for it.
+        """Blocks until `version` or a newer one is live on every attached engine that it goes to; the first one's word.
 
         Behind `catch_up`: until what each of them got last is. None without engines. EnginePoisoned when one could not.
         """
         self._feeds.check()
-        books, late = [feed.book for feed in self._attached], self._settings.late_joiners
+        late, to_all = self._settings.late_joiners, self._caught_up or self.opening.version != version
+        books = [feed.book for feed in self._attached if to_all or feed in self._feeds.taking]  # some skip it, or join
 
         def answered(book: TrainerBook) -> object:
             wanted = min(version, book.whole_version) if self._caught_up else version
