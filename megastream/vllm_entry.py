@@ -63,7 +63,7 @@ class PluginSettings:
     """redis:// or unix:// URL of the control plane; empty: serve without a trainer."""
     run_id: str = ""
     engine: str = ""
-    """Name of this engine start; a restarted engine takes a new one."""
+    """Name of this engine start; a restarted engine takes a new one. A second data-parallel core adds -dp1 to it."""
     host: str = "127.0.0.1"
     """Address under which trainer ranks reach this engine's lanes."""
     transport: Wanted = "gloo"
@@ -110,7 +110,9 @@ def read_settings(vllm_config: Any, *, device: str = "cpu") -> PluginSettings:
     _check_values(settings)
     staging = "cpu" if settings.transport == "gloo" else device
     defaults = {"pin_memory": device != "cpu", "staging_device": staging}
-    return replace(settings, settings=EngineSettings(**{**defaults, **limits}))
+    index = compat.data_parallel_index(vllm_config)
+    engine = f"{settings.engine}-dp{index}" if index and settings.engine else settings.engine
+    return replace(settings, engine=engine, settings=EngineSettings(**{**defaults, **limits}))
 
 
 def _given(additional_config: Any) -> dict[str, Any]:

@@ -157,6 +157,19 @@ def test_settings_name_the_nearest_key() -> None:
         read(control_url="unix:///x", run_id="r")
 
 
+def test_cores_of_one_vllm_have_names_of_their_own() -> None:
+    """A dense model's data-parallel cores are independent: under one name, each would take the other's records."""
+
+    def name(**parallel: Any) -> str:
+        given = {"control_url": "redis://h", "run_id": "r", "engine": "e"}
+        config = SimpleNamespace(
+            additional_config={"megastream": given}, parallel_config=SimpleNamespace(data_parallel_size=1, **parallel)
+        )
+        return vllm_entry.read_settings(config).engine
+
+    assert [name(), name(data_parallel_index=0), name(data_parallel_index=2)] == ["e", "e", "e-dp2"]
+
+
 def test_engine_settings_can_be_given() -> None:
     def read(settings: Any, **defaults: Any) -> EngineSettings:
         config = SimpleNamespace(additional_config={"megastream": {"settings": settings}})

@@ -253,3 +253,8 @@ def returns_experts(vllm_config: Any) -> bool:
 def in_data_parallel(vllm_config: Any) -> bool:
     """True when several engine cores share one model."""
     return int(vllm_config.parallel_config.data_parallel_size) > 1
+
+
+def data_parallel_index(vllm_config: Any) -> int:
+    """Number of this engine core among those that one vLLM starts, also where they are independent of each other."""
+    return int(getattr(getattr(vllm_config, "parallel_config", None), "data_parallel_index", 0))

@@ -34,8 +34,8 @@ class VllmLiveModel:
         self._config = vllm_config
         self._use: ExpertUse | None = None
         self._coords = _coordinates(vllm_config.parallel_config)
-        self.rank = torch.distributed.get_rank()
-        """Rank in the engine's world (TP x PP)."""
+        self.rank = torch.distributed.get_rank() % int(vllm_config.parallel_config.world_size)
+        """Rank in the engine core's world (TP x PP); torch's goes over all data-parallel cores."""
         self._where: dict[str, Any] = {
             "rank": self.rank,
             "world_size": int(vllm_config.parallel_config.world_size),
