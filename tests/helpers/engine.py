@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -201,8 +202,9 @@ def below(pid: int) -> list[int]:
     """A process, its children, and theirs."""
     pids = [pid]
     for one in pids:  # grows while it is read
-        for task in Path(f"/proc/{one}/task").iterdir():
-            pids += map(int, (task / "children").read_text().split())
+        for children in Path(f"/proc/{one}/task").glob("*/children"):
+            with suppress(OSError):  # a thread that has ended meanwhile has none
+                pids += map(int, children.read_text().split())
     return pids
 
 

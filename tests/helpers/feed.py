@@ -7,6 +7,7 @@ break the fence on purpose, so that a test sees the tokens that come out of a br
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from megastream.protocol.mix import Mix
 from megastream.protocol.records import RankCommit
 from tests.helpers import reveal
 from tests.helpers.cut import cut
+from tests.helpers.feed_faults import Faults
 from tests.helpers.tiny_moe import Weights, random_weights
 
 RANDOM = 1000
@@ -71,12 +73,16 @@ class FeedAgent:
         self.prepared = {}
 
 
-class Feeder:
+class Feeder(Faults):
     """Worker extension. Methods return plain data and must not raise."""
 
     def feed_process(self) -> str:
         """How this worker began: ForkProcess or SpawnProcess."""
         return type(multiprocessing.current_process()).__name__
+
+    def feed_pid(self) -> int:
+        """This worker's process."""
+        return os.getpid()
 
     def feed_install(self) -> None:
         from vllm.distributed import get_tp_group
@@ -172,6 +178,12 @@ class Feeder:
 class FeedScheduler(Scheduler):
     """vLLM's own scheduler; its class is how a test gets code into the engine core's process."""
 
+    feed_preempted = 0
+
+    def _preempt_request(self, *args: Any, **named: Any) -> None:
+        self.feed_preempted += 1
+        super()._preempt_request(*args, **named)
+
 
 def feed_commit(core: Any, version: int) -> Future[list[dict[str, Any]]]:
     """Core utility: one commit from another thread, as the coordinator makes it; answers when it is acknowledged."""
@@ -262,7 +274,13 @@ def feed_cached_blocks(core: Any) -> int:
     return sum(block.block_hash is not None for block in blocks)
 
 
+def feed_preempted(core: Any) -> int:
+    """Core utility: how often a running request had to wait again, with nothing computed."""
+    return core.scheduler.feed_preempted
+
+
 for _utility in (
+    feed_preempted,
     feed_commit,
     feed_call,
     feed_deaf,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 from tests.helpers import reveal
 from tests.helpers.engine import Answer, Engine
 
 STREAMS = 7
+
+Load = Callable[[Engine], AbstractAsyncContextManager[list[Answer]]]
+"""Keeps requests in flight and gathers their answers, as `traffic` does."""
 
 
 @asynccontextmanager
@@ -37,6 +41,26 @@ async def traffic(engine: Engine) -> AsyncIterator[list[Answer]]:
         await asyncio.gather(*tasks)
 
 
+@contextmanager
+def requests(engine: Engine, load: Load = traffic) -> Iterator[list[Answer]]:
+    """As `load`, for a test that is not in the engine's event loop. The list has all answers behind the block."""
+    answers: list[Answer] = []
+    ended = threading.Event()
+
+    async def run() -> None:
+        async with load(engine) as found:
+            while not ended.is_set():
+                await asyncio.sleep(0.005)
+        answers.extend(found)
+
+    running = asyncio.run_coroutine_threadsafe(run(), engine.loop)
+    try:
+        yield answers
+    finally:
+        ended.set()
+        running.result(120)
+
+
 async def stage(engine: Engine, version: int) -> None:
     """Brings a version to every rank, ready for a commit."""
     await engine.ranks("feed_stage", version)
@@ -52,10 +76,15 @@ async def commit(engine: Engine, version: int) -> None:
 
 
 async def update_often(
-    engine: Engine, first: int, updates: int, tokens: int, update: Callable[[int], Awaitable[None]]
+    engine: Engine,
+    first: int,
+    updates: int,
+    tokens: int,
+    update: Callable[[int], Awaitable[None]],
+    load: Load = traffic,
 ) -> list[Answer]:
     """Runs `update(version)` for versions from `first` on, spread over `tokens` tokens. All answers."""
-    async with traffic(engine) as answers:
+    async with load(engine) as answers:
         start = engine.num_tokens
         for number in range(updates):
             while engine.num_tokens - start < tokens * number // updates:
