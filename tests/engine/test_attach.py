@@ -37,5 +37,6 @@ def test_no_token_is_mixed_or_mislabelled_when_a_trainer_streams(attachable: Eng
     assert (found["mixed"], found["mislabelled"]) == (0, 0)
     assert len({label for a in answers for label in a.labels()}) >= 20
     assert any(len(a.spans) > 1 for a in answers), "no request lived through an update"
+    assert {a.finish_reason for a in answers} == {"length"}, "an update ends no request"
     attachable.run(attachable.ranks("feed_install"))
     assert attachable.run(differing(attachable, UPDATES)) == []

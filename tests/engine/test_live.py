@@ -40,10 +40,10 @@ def test_one_flipped_bit_is_one_differing_buffer(engine: Engine, name: str) -> N
 
 
 def test_there_and_back_again(engine: Engine) -> None:
-    """A, B, C, B: tokens and logprobs of B are the same both times, and other than A's and C's."""
+    """A, B, C, B: tokens and logprobs of B are the same both times, and other than A's and C's; nothing has moved."""
 
     async def run() -> None:
-        answers = {}
+        answers, addresses = {}, await engine.ranks("feed_addresses")
         for version in (A, B, C):
             await commit(engine, version)
             assert await differing(engine, version) == []
@@ -52,6 +52,7 @@ def test_there_and_back_again(engine: Engine) -> None:
         again = await engine.ask("again", PROMPT, 12)
         assert (again.tokens, again.logprobs) == (answers[B].tokens, answers[B].logprobs)
         assert len({tuple(a.logprobs) for a in answers.values()}) == 3
+        assert await engine.ranks("feed_addresses") == addresses and all(addresses)
 
     engine.run(run())
 
@@ -99,6 +100,8 @@ def test_native_calls_are_refused_by_name(engine: Engine) -> None:
     async def run() -> None:
         with pytest.raises(Exception, match="start_weight_update: the engine is not paused"):
             await engine.llm.start_weight_update()
+        with pytest.raises(Exception, match="reload_weights: tokens would go on being stamped with the version before"):
+            await engine.llm.collective_rpc("reload_weights")
         with pytest.raises(Exception, match="init_weight_transfer_engine: megastream takes no init_info"):
             await engine.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {"bad": 1}})
         await engine.llm.pause_generation(mode="keep", clear_cache=False)

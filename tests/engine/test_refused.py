@@ -1,0 +1,67 @@
+"""Engines that serve and cannot be streamed to: a trainer that attaches is told why, and they serve on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megastream.families import family_of, load_shape
+from megastream.layout.mesh import parse_trainer_mesh
+from tests.helpers.engine import Engine
+from tests.helpers.family_models import random_transformers
+from tests.helpers.reveal_trainer import RevealTrainer, training
+from tests.helpers.tiny_moe import TinyMoe, random_weights, write_checkpoint, write_tokenizer
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
+
+VOCAB = 320
+LATENT = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=128, moe_intermediate_size=128, vocab_size=VOCAB)
+LATENT |= dict(head_dim=64, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
+LATENT |= dict(max_position_embeddings=2048, topk_method="noaux_tc")
+TIED = TinyMoe(vocab=VOCAB, tied=True)
+
+
+def latent(folder: Path) -> None:
+    random_transformers("deepseek_v3", 0, **LATENT).to(torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder, VOCAB)
+
+
+def tied(folder: Path) -> None:
+    write_checkpoint(folder, TIED, random_weights(TIED, 0))
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "derived matrices of MLA": (latent, {}, "matrices that are derived from kv_b_proj"),
+    "tied over stages": (tied, {"pipeline_parallel_size": 2}, "embedding and head are tied across pipeline stages"),
+}
+"""What is served, how, and what a trainer is told."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trainer_is_told_why_and_the_engine_serves_on(case: str, control_url: str, tmp_path: Path) -> None:
+    write, layout, words = CASES[case]
+    folder, run = tmp_path / "model", f"refused-{len(case)}"
+    write(folder)
+
+    class Trainer(RevealTrainer):
+        shape = load_shape(folder)
+        family = family_of(shape)
+        mesh = parse_trainer_mesh("tp1 pp2 ep2")
+
+        def fill(self, version: int) -> None:
+            """It is refused before a byte of it is needed."""
+
+    settings = {"megastream": {"control_url": control_url, "run_id": run, "engine": "e"}}
+    engine = Engine(folder, additional_config=settings, **layout)
+    try:
+        before = engine.run(engine.ask("before", [31, 7, 50, 99], 8))
+        with training(control_url, run, lambda sync, trainer: sync.attach(), kind=Trainer) as errors:
+            pass
+        after = engine.run(engine.ask("after", [31, 7, 50, 99], 8, cold=True))
+    finally:
+        engine.close()
+    assert len(errors) == 4 and all(words in error for error in errors), errors
+    assert before.tokens == after.tokens and after.labels() == ["0"] * 8
