@@ -45,8 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_for_many(test: str) -> bool:
-    """Many tokens are for tight engines; four ranks on two cores are too slow for more than one gate of them."""
-    return "tight" in test and ("tp2pp2" not in test or "back_at_gate_version" in test)
+    """Many tokens are for tight engines; four ranks are too slow for them on two cores."""
+    return "tight" in test and "tp2pp2" not in test
 
 
 @pytest.fixture(scope="session")
