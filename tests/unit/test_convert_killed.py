@@ -52,6 +52,8 @@ run.convert(
 def kill_and_resume(source: Path, target: Path, to: str, layout: str, dtype: str, kills: int) -> int:
     """Starts, kills, resumes; returns how many kills fell into a run."""
     numbers, resume, killed = random.Random(7), "", 0
+    weights = target / "model.safetensors"
+    old = weights.read_bytes()
     for turn in range(kills + 1):
         command = [sys.executable, "-c", SLOW, str(source), str(target), to, layout, dtype, resume]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -66,9 +68,10 @@ def kill_and_resume(source: Path, target: Path, to: str, layout: str, dtype: str
             break
         if (target.with_name(f".{target.name}.converting") / "journal").exists():
             killed, resume = killed + 1, "yes"
-        else:  # it was past its last step; there is nothing to resume
-            assert difference(source, target) is None
+        else:  # right before the new files got their name, or behind it; there is nothing to resume
             resume = ""
+            unchanged = weights.is_file() and weights.read_bytes() == old
+            assert unchanged or difference(source, target) is None
     return killed
 
 
@@ -115,6 +118,28 @@ def test_killed_right_after_the_new_files_got_their_name(
         rewrite(source, target, resume=True)
     assert difference(source, target) is None
     rewrite(source, target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_killed_right_before_the_new_files_got_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal is gone, so it begins anew; what was there is there still."""
+    source, target = write_hf(tmp_path / "a"), write_hf(tmp_path / "b", layers=2, experts=4)
+    before = (target / "model.safetensors").read_bytes()
+    real = landing._sync
+
+    def killed(path: Path) -> None:
+        if path.name == ".b.converting":
+            raise KeyboardInterrupt
+        real(path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(landing, "_sync", killed)
+        rewrite(source, target)
+    assert (target / "model.safetensors").read_bytes() == before
+    with pytest.raises(ConvertError, match="nothing of .* to resume; leave --resume out"):
+        rewrite(source, target, resume=True)
+    rewrite(source, target)
+    assert difference(source, target) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
