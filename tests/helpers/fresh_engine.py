@@ -16,8 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megastream.rl import owned
 from megastream.rl.folder import EXPORTED, JOB_FILE
 from megastream.rl.job import Job
+from tests.helpers.engine import segments_of
 
 MARK = "ANSWERS "
 
@@ -37,7 +39,10 @@ async def _ask(job: Job) -> list[dict[str, Any]]:
     try:
         return await ask_fixed(engine, read_pairs(job.results / HELD_OUT_FILE))
     finally:
+        segments = segments_of(os.getpid())  # vLLM leaves them when it kills its workers
         engine.shutdown(timeout=10)
+        for name in segments:
+            (owned.SHM / name).unlink(missing_ok=True)
 
 
 def fresh_answers(run_folder: Path, deadline_s: float) -> list[dict[str, Any]]:
