@@ -17,7 +17,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Coroutine
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -25,8 +24,8 @@ from typing import Any
 
 import torch
 
-from megastream.rl import owned
 from megastream.rl.children import before_program
+from tests.helpers.segments import below, remove, segments_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -189,23 +188,7 @@ class Engine:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
         del self.llm
-        for name in segments:
-            (owned.SHM / name).unlink(missing_ok=True)
-
-
-def segments_of(pid: int) -> set[str]:
-    """Names of vLLM's segments in /dev/shm that a process uses, or one below it."""
-    return {name for one in below(pid) for name in owned.mapped(one) if name.startswith("vllm_dist")}
-
-
-def below(pid: int) -> list[int]:
-    """A process, its children, and theirs."""
-    pids = [pid]
-    for one in pids:  # grows while it is read
-        for children in Path(f"/proc/{one}/task").glob("*/children"):
-            with suppress(OSError):  # a thread that has ended meanwhile has none
-                pids += map(int, children.read_text().split())
-    return pids
+        remove(segments)
 
 
 def serve_command() -> list[str]:
@@ -269,8 +252,7 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(10)
-        for name in left:
-            (owned.SHM / name).unlink(missing_ok=True)
+        remove(left)
 
     def kill(self) -> None:
         """SIGKILL for the server, its engine core and its workers, all at once."""

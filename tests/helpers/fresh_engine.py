@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megastream.rl import owned
 from megastream.rl.folder import EXPORTED, JOB_FILE
 from megastream.rl.job import Job
-from tests.helpers.engine import segments_of
+from tests.helpers.segments import remove, segments_of
 
 MARK = "ANSWERS "
 
@@ -41,8 +40,7 @@ async def _ask(job: Job) -> list[dict[str, Any]]:
     finally:
         segments = segments_of(os.getpid())  # vLLM leaves them when it kills its workers
         engine.shutdown(timeout=10)
-        for name in segments:
-            (owned.SHM / name).unlink(missing_ok=True)
+        remove(segments)
 
 
 def fresh_answers(run_folder: Path, deadline_s: float) -> list[dict[str, Any]]:
