@@ -28,7 +28,7 @@ TIGHT = {"num_gpu_blocks_override": 104 if NUM_GPUS else 13, "max_num_batched_to
 """A cache that eight long requests do not fit into, and steps that take a long prompt in chunks."""
 FOUR_RANKS = {} if NUM_GPUS in (1, 2, 3) else {"tp2pp2": {**TWO_RANKS["pp2"], **TWO_RANKS["tp2ep"]}}
 GATED = {**LAYOUTS, **{f"{name}-tight": {**layout, **TIGHT} for name, layout in {**LAYOUTS, **FOUR_RANKS}.items()}}
-"""Engines for the tests of gates: a few tokens on those that all tests share, many on tight ones."""
+"""Engines for the tests of gates: a few tokens and all detectors on those that all tests share, many on tight ones."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,14 +38,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in [item for item in items if item.path.name in ("test_gates.py", "test_swap_expert.py")]:
         if "tp2ep" in item.name or "tight" in item.name:
             item.add_marker(pytest.mark.full)
-        if "20000" in item.name and not _is_for_many(item.name):
+        if _needs_room_to_be_tight(item.name) != _is_tight(item.name):
             dropped.append(item)
     items[:] = [item for item in items if item not in dropped]
     config.hook.pytest_deselected(items=dropped)
 
 
-def _is_for_many(test: str) -> bool:
-    """Many tokens are for tight engines; four ranks are too slow for them on two cores."""
+def _needs_room_to_be_tight(test: str) -> bool:
+    return "hard_traffic" in test or "had_to_wait_for_room" in test
+
+
+def _is_tight(test: str) -> bool:
+    """Engines of four ranks, which start in these tests alone, run what the others run, too: two cores are slow."""
     return "tight" in test and "tp2pp2" not in test
 
 
