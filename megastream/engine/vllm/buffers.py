@@ -19,6 +19,9 @@ from megastream.engine.vllm import compat
 ALL = slice(None)
 PROBE_ROWS = 512
 """Rows of the identity matrix that one probe multiplies; bounds the memory of a read-back."""
+LARGE_BYTES = 1 << 20
+"""On a GPU, tensors of this size and more are copied one by one, at the memory's speed; the launches that copy many
+tensors at once reach two thirds of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,9 @@ class Plain(LiveBuffer):
         return self.parameter.data
 
     def prepare(self, new: torch.Tensor, rows: slice = ALL) -> Prepared:
-        """On a GPU the bytes move to the device here, on a stream of their own, so that a commit copies inside it."""
+        """Bytes that are not staged on the GPU move there now, on a stream of their own, so that a commit copies in it."""
         live, new = self.parameter.data[rows], new[rows]
-        if not live.is_cuda:
+        if live.device == new.device:
             return Prepared(copies=((live, new),))
         stream = torch.cuda.Stream(live.device)
         with torch.cuda.stream(stream):
@@ -146,13 +149,21 @@ def merge(parts: Iterable[Prepared]) -> Prepared:
 def apply(prepared: Prepared) -> None:
     """Makes it live. Copies are enqueued on the current stream, which orders them behind the last step's kernels."""
     if prepared.copies:
-        live, new = zip(*prepared.copies, strict=True)
-        torch._foreach_copy_(list(live), list(new))
-        if live[0].is_cuda:
-            for tensor in new:  # allocated on another stream, see Plain.prepare: not to be reused before it is read
-                tensor.record_stream(torch.cuda.current_stream())
+        _copy_all(prepared.copies)
     for module, kernel in prepared.kernels:
         compat.set_packed_linear(module, kernel)
+
+
+def _copy_all(copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> None:
+    if copies[0][0].is_cuda:
+        for _, new in copies:  # allocated on another stream, see Plain.prepare: not to be reused before it is read
+            new.record_stream(torch.cuda.current_stream())
+        for live, new in copies:
+            if new.nbytes >= LARGE_BYTES:
+                live.copy_(new, non_blocking=True)
+        copies = tuple(pair for pair in copies if pair[1].nbytes < LARGE_BYTES)
+    if copies:
+        torch._foreach_copy_([live for live, _ in copies], [new for _, new in copies])
 
 
 def collect(model: torch.nn.Module, on_cpu: bool) -> dict[str, LiveBuffer]:
