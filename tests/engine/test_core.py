@@ -29,8 +29,9 @@ def test_a_method_that_vllm_does_not_have_is_named(monkeypatch: pytest.MonkeyPat
     compat_core.check_methods()
     with pytest.raises(compat.UnsupportedVersion, match="has no SimpleNamespace.execute_model"):
         compat_core.wrap_step(SimpleNamespace(), lambda original: original)
-    monkeypatch.delattr(EngineCore, "_attach_weight_version")
-    with pytest.raises(compat.UnsupportedVersion, match="has no EngineCore._attach_weight_version"):
+    monkeypatch.delattr(EngineCore, "_attach_weight_version", raising=compat.version() >= (0, 32, 0))
+    monkeypatch.setattr(compat.vllm, "__version__", "0.32.0")
+    with pytest.raises(compat.UnsupportedVersion, match=r"has no EngineCore\.(_attach_weight|set_weight)_version"):
         compat_core.check_methods()
     monkeypatch.setattr(compat.vllm, "__version__", "0.26.0")
     compat_core.check_methods()
