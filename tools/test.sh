@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Sets up .venv (once), then lints, type checks and tests. `--full` adds the full matrices; with nothing else behind it,
-# the tests of one process are run beside those of many, whose cores would idle for a third of the time.
+# Sets up .venv (once), then lints, type checks and tests. `--full` adds the full matrices. Whatever follows is pytest's.
+# Without anything, tests of one process are run beside those of many, whose cores would idle for a third of the time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-full=
+selection=(-m "not full")
 if [ "${1:-}" = --full ]; then
-    full=1
+    selection=()
     shift
 fi
 bash tools/setup.sh
@@ -14,19 +14,17 @@ bin=${VENV:-.venv}/bin
 "$bin/ruff" format --check .
 "$bin/mypy" megastream
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
-if [ -z "$full" ]; then
-    exec "$bin/python" -m pytest -m "not full" "$@"
-elif [ $# -gt 0 ]; then
-    exec "$bin/python" -m pytest "$@"
+if [ $# -gt 0 ]; then
+    exec "$bin/python" -m pytest "${selection[@]}" "$@"
 fi
 
 beside=$(mktemp)
 set -m # a job in the background would otherwise begin with SIGINT ignored, and so would all that its tests start
-nice -n 10 "$bin/python" -m pytest tests/unit tests/contract >"$beside" 2>&1 &
+nice -n 10 "$bin/python" -m pytest "${selection[@]}" tests/unit tests/contract >"$beside" 2>&1 &
 trap 'kill -INT $! 2>/dev/null || true; rm -f "$beside"' EXIT
 set +m
 failed=0
-"$bin/python" -m pytest tests/distributed tests/engine || failed=1
+"$bin/python" -m pytest "${selection[@]}" tests/distributed tests/engine || failed=1
 wait $! || failed=1
 cat "$beside"
 exit "$failed"
