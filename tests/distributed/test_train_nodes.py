@@ -102,11 +102,13 @@ def test_a_node_that_loses_a_rank_ends_the_run_and_the_next_start_goes_on(tmp_pa
 @pytest.mark.full
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
     write_files(tmp_path)
-    launchers = nodes(tmp_path, 1, run__steps=400)
-    wait_for("a step", lambda: bool(trace(tmp_path)), 60)
-    launchers[0].kill()
+    (launcher,) = nodes(tmp_path, 1, run__steps=400)
+    try:
+        wait_for("a step", lambda: bool(trace(tmp_path)), 60)
+    finally:
+        launcher.kill()
+        launcher.communicate()
     wait_for("all ranks to end", lambda: not rank_processes(tmp_path / "train.yaml"), 20)
-    end(launchers)
 
 
 @pytest.mark.full
