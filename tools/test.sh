@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv (once), then lints, type checks and tests. `--full` adds the full matrices. Whatever follows is pytest's.
-# Without anything, tests of one process are run beside those of many, whose cores would idle for a third of the time.
+# Without anything, tests that time hardly matters to are run beside the others, whose cores idle for a third of the time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 selection=(-m "not full")
@@ -18,13 +18,14 @@ if [ $# -gt 0 ]; then
     exec "$bin/python" -m pytest "${selection[@]}" "$@"
 fi
 
+fresh=(tests/engine/test_{family_loads,fp8,hot_cold,qwen2,refused,sharded_state}.py) # engines of their own
 beside=$(mktemp)
 set -m # a job in the background would otherwise begin with SIGINT ignored, and so would all that its tests start
-nice -n 10 "$bin/python" -m pytest "${selection[@]}" tests/unit tests/contract >"$beside" 2>&1 &
+nice -n 10 "$bin/python" -m pytest "${selection[@]}" tests/unit tests/contract "${fresh[@]}" >"$beside" 2>&1 &
 trap 'kill -INT $! 2>/dev/null || true; rm -f "$beside"' EXIT
 set +m
 failed=0
-"$bin/python" -m pytest "${selection[@]}" tests/distributed tests/engine || failed=1
+"$bin/python" -m pytest "${selection[@]}" tests/distributed tests/engine "${fresh[@]/#/--ignore=}" || failed=1
 wait $! || failed=1
 cat "$beside"
 exit "$failed"

@@ -22,7 +22,7 @@ from megastream.engine.settings import EngineSettings
 from megastream.engine.stream import StreamSink
 from megastream.engine.whole import WholeSink
 from megastream.layout.shard import RankLayout
-from megastream.protocol.bind import engine_blob, plan_of, put_layout, put_units
+from megastream.protocol.bind import engine_blob, plan_of, put_layout, put_refusal, put_units
 from megastream.protocol.control import ControlError, ControlLog
 from megastream.protocol.follow import Follower, Outbox
 from megastream.protocol.lane import LaneError
@@ -111,12 +111,14 @@ class RankAgent:
             "whole": self._live.describe_whole,
         }
         for kind, describe in describers.items():
+            blob = engine_blob(self.engine, self.rank, kind)
             try:
                 self._layouts[kind] = describe()
             except LiveModelError as error:
                 self._refusals[kind] = str(error)
-                continue
-            put_layout(self._log, engine_blob(self.engine, self.rank, kind), self._layouts[kind])
+            else:
+                put_layout(self._log, blob, self._layouts[kind])
+            put_refusal(self._log, blob, self._refusals.get(kind, ""))
         self._outbox.start()
         self._outbox.post(
             EngineReady(engine=self.engine, rank=self.rank, world_size=self.world_size, library=self._library)

@@ -32,6 +32,15 @@ def put_layout(log: ControlLog, blob: str, layout: RankLayout) -> None:
     log.put_blob(blob, encode_layout(layout))
 
 
+def put_refusal(log: ControlLog, blob: str, reason: str) -> None:
+    """Why there is no layout under this name: whoever looks for it says so. An empty reason takes an earlier one back."""
+    log.put_blob(_refusal_blob(blob), reason.encode())
+
+
+def _refusal_blob(blob: str) -> str:
+    return f"{blob}/refused"
+
+
 class EngineUnits(msgspec.Struct, frozen=True):
     """The engine of an attachment, and all units that its ranks hold together."""
 
@@ -63,14 +72,14 @@ def plan_of(
     """The plan that an Attach asks for, on the rank `own`, which proves its part of it.
 
     Every layout must be there already: the Attach is written after them. ProtocolError names the family or the layout
-    that is missing, or what broke the planner; ValueError what the plan refuses. ControlError when the layouts cannot
+    that is missing, why a rank of the engine has none, or what broke the planner; ValueError what the plan refuses. ControlError when the layouts cannot
     be fetched.
     """
     if attach.family not in FAMILIES:
         raise ProtocolError(f"model family {attach.family} has no table; known: {', '.join(sorted(FAMILIES))}")
     names = [trainer_blob(attach.incarnation, rank) for rank in range(attach.trainer_world_size)]
     trainer = [_fetch(log, name) for name in names]
-    engine = [_fetch(log, engine_blob(attach.engine, rank, attach.kind)) for rank in range(engine_world_size)]
+    engine = [_fetch_of_engine(log, attach, rank) for rank in range(engine_world_size)]
     if shelf is None:
         return _build(attach, trainer, engine, own)
     return shelf.plan(attach, trainer, engine, own)
@@ -115,6 +124,13 @@ def _build(attach: Attach, trainer: list[bytes], engine: list[bytes], own: tuple
         raise ProtocolError(
             f"attachment {attach.attachment}: its layouts and settings break the planner: {describe(error)}"
         ) from error
+
+
+def _fetch_of_engine(log: ControlLog, attach: Attach, rank: int) -> bytes:
+    blob = engine_blob(attach.engine, rank, attach.kind)
+    if reason := log.get_blob(_refusal_blob(blob)):
+        raise ProtocolError(f"engine {attach.engine}, rank {rank}: {reason.decode()}")
+    return _fetch(log, blob)
 
 
 def _fetch(log: ControlLog, blob: str) -> bytes:

@@ -85,6 +85,13 @@ class Splitting(NewestWins):
     ],
 )
 def test_the_machine_finds_what_is_broken(broken: type[NewestWins]) -> None:
-    search = settings(max_examples=400, stateful_step_count=60, deadline=None, database=None, phases=[Phase.generate])
+    search = settings(
+        max_examples=400,
+        stateful_step_count=60,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        derandomize=True,  # a search at random missed one of them once
+    )
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_state_machine_as_test(broken, settings=search)
