@@ -44,8 +44,8 @@ _PAUSE = Sourced(0.02, "read in vLLM 0.26.0: pause_generation sleeps 20 ms")
 _FLOPS = Sourced(989.4e12, "NVIDIA H100 and H200 SXM data sheets: bf16 without sparsity")
 _PIECE = Sourced(
     100e-6,
-    "measured: ipc lane between two H200, packed, 16 MiB: 149 us a piece, of which the bytes need 46; it is work of the "
-    "hosts and so assumed elsewhere",
+    "measured: ipc lane between two H200, packed, 16 MiB: 149 us a piece, 46 of them for its bytes; work of hosts, "
+    "so assumed to be that elsewhere",
 )
 _UTILIZATION = Sourced(0.35, "assumed")
 _TOKENS = Sourced(4096, "assumed")

@@ -33,7 +33,7 @@ def put_layout(log: ControlLog, blob: str, layout: RankLayout) -> None:
 
 
 def put_refusal(log: ControlLog, blob: str, reason: str) -> None:
-    """Why there is no layout under this name: whoever looks for it says so. An empty reason takes an earlier one back."""
+    """Why there is no layout under this name: whoever looks for it says so. An empty reason takes one back."""
     log.put_blob(_refusal_blob(blob), reason.encode())
 
 
@@ -72,8 +72,8 @@ def plan_of(
     """The plan that an Attach asks for, on the rank `own`, which proves its part of it.
 
     Every layout must be there already: the Attach is written after them. ProtocolError names the family or the layout
-    that is missing, why a rank of the engine has none, or what broke the planner; ValueError what the plan refuses. ControlError when the layouts cannot
-    be fetched.
+    that is missing, why a rank of the engine has none, or what broke the planner; ValueError what the plan refuses.
+    ControlError when the layouts cannot be fetched.
     """
     if attach.family not in FAMILIES:
         raise ProtocolError(f"model family {attach.family} has no table; known: {', '.join(sorted(FAMILIES))}")

@@ -86,7 +86,7 @@ class Splitting(NewestWins):
 )
 def test_the_machine_finds_what_is_broken(broken: type[NewestWins]) -> None:
     search = settings(
-        max_examples=400,
+        max_examples=2000,
         stateful_step_count=60,
         deadline=None,
         database=None,

@@ -62,7 +62,7 @@ class Plain(LiveBuffer):
         return self.parameter.data
 
     def prepare(self, new: torch.Tensor, rows: slice = ALL) -> Prepared:
-        """Bytes that are not staged on the GPU move there now, on a stream of their own, so that a commit copies in it."""
+        """Bytes that are not staged on the GPU move there now, on a stream of their own: a commit copies within it."""
         live, new = self.parameter.data[rows], new[rows]
         if live.device == new.device:
             return Prepared(copies=((live, new),))
