@@ -88,7 +88,8 @@ class Model:
 
     def withdrawn(self) -> None:
         assert self.emitter is not None
-        self.emitter.withdraw()
+        self.emitter.revoke()
+        self.emitter.drain()
         self.attempt, self.aborts = self.attempt + 1, self.aborts + 1
         self.emitter.begin(self.version, self.attempt)
 

@@ -155,7 +155,7 @@ class RedisLog:
 
     @property
     def away_s(self) -> float:
-        """Seconds since the server was last reached when it is away, 0.0 when it answers: for health reports."""
+        """Seconds since the server was last reached when it is away, 0.0 when it answers."""
         since = self._away_since
         return 0.0 if since is None else time.monotonic() - since
 

@@ -51,11 +51,6 @@ class StagingMemory:
         self._allocating = threading.Lock()
         self._reads: dict[int, torch.cuda.Event] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes allocated now."""
-        return sum(map(self.bytes_of, range(len(self._sets))))
-
     def bytes_of(self, slot: int) -> int:
         """Bytes of one set; 0 before its first use."""
         return sum(t.numel() * t.element_size() for t in (self._sets[slot] or {}).values())

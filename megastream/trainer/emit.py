@@ -84,7 +84,7 @@ class Emitter:
             left = sum(self._unacknowledged.values())
             if left and self._missing != set(self._pieces):
                 raise EmitError(
-                    f"rank {self._rank}: version {self._version} still has {left} pieces out; drain or withdraw first"
+                    f"rank {self._rank}: version {self._version} still has {left} pieces out; drain or revoke first"
                 )
             self._unacknowledged = Counter(piece.target for pieces in self._pieces.values() for piece in pieces)
             self._version, self._attempt, self._wait_s, self._elements = version, attempt, 0.0, 0
@@ -130,7 +130,8 @@ class Emitter:
     def revoke(self) -> None:
         """Takes the open version back without waiting for the engine: what is on a lane arrives, nothing follows it.
 
-        The leases end at once, so weights may change again; `drain` returns when the lanes are free.
+        The leases end at once, so weights may change again; `drain` returns when the lanes are free. Its report says
+        what went out in vain.
         """
         with self._condition:
             self._withdrawn = True
@@ -141,11 +142,6 @@ class Emitter:
             self._condition.notify_all()
         self._slots.wake()
         self._wait(lambda: not self._leases, None, "revoke")  # for the packing of one piece
-
-    def withdraw(self, deadline_s: float | None = None) -> EmitReport:
-        """As `revoke`, and blocks until what is on a lane has arrived. The report says what went out in vain."""
-        self.revoke()
-        return self.drain(deadline_s)
 
     def close(self) -> None:
         """Ends all threads and closes the lanes, whatever happened before. Blocks for a deadline at most. Idempotent.

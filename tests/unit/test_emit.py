@@ -132,7 +132,7 @@ CALLS = [
     lambda e: e.is_packed_within(5.0),
     lambda e: e.is_drained_within(5.0),
     lambda e: e.drain(),
-    lambda e: e.withdraw(),
+    lambda e: e.revoke(),
 ]
 
 
@@ -246,7 +246,7 @@ def test_of_a_withdrawn_version_arrives_what_is_under_way() -> None:
         emit_into_a_full_window(emit, lane)
         emit.revoke()
         lane.gate.set()
-        report = emit.withdraw()
+        report = emit.drain()
         assert (report.withdrawn, report.pieces) == (True, 4)
         assert [header.seq for header, _ in lane.sent] == [0, 1, 2, 3]
         emit.begin(1, 2)

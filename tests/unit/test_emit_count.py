@@ -39,7 +39,8 @@ def test_a_withdrawn_version_stops_and_the_next_attempt_goes_out_whole() -> None
         emit.final("one")  # one piece on the lane, one packed, four wait for slots; `two` is never final
         eventually(lambda: lane.asked == 1)
         threading.Timer(0.1, lane.gate.set).start()
-        wasted = emit.withdraw()
+        emit.revoke()
+        wasted = emit.drain()
         assert (wasted.version, wasted.attempt, wasted.pieces, wasted.elements) == (1, 0, 1, 4)
         assert emit.is_packed_within(0.1)
         live["one"].fill_(-1)
@@ -91,5 +92,6 @@ def test_a_withdrawn_piece_that_stays_on_its_lane_ends_at_the_deadline() -> None
         emit.begin(1, 0)
         emit.final("one")
         eventually(lambda: lane.asked == 1)
+        emit.revoke()
         with pytest.raises(EmitError, match=r"drain of version 1 stood for 0.2 s; .*not acknowledged: rank 0: [12]"):
-            emit.withdraw(0.2)
+            emit.drain(0.2)
