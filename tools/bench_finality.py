@@ -23,8 +23,10 @@ Memory: peak of what a step allocates beyond what a stock step does, behind the 
 keeps; that, too, both in fp32 copies of the rank's optimizer shard. `aborting` is speculative with every step clipped,
 and never falls back. A row is invalid whose bytes are not the plan's, or with a step that was taken back where none
 should be, or not where all should be. `+slice` behind a policy: every replica sends what it steps, before the gather,
-instead of one replica after it; in one run with the same policy without it (`--dp 2 --policies pipelined
-pipelined+slice`) that is the comparison of both.
+instead of one replica after it. In one run with the same policy without it (`--dp 2 --policies pipelined
+pipelined+slice`) both are compared, step against step and block against block of the same round: medians of when bytes
+leave, and the mean difference of the blocks, with their 95 % intervals, as above. The better one is that whose last
+byte leaves earlier, or whose blocks are shorter, when it is not worse in the other; otherwise the comparison is open.
 
 Exit code 1 when a row fails or is invalid, or when a process fails or does not end in time.
 """
@@ -33,7 +35,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import statistics
 import tempfile
@@ -43,13 +44,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_finality_rank import ABORTING, POLICIES, SLICES, Rank
+from bench_finality_figures import (
+    LEAST_PAIRS,
+    MOMENTS,
+    POLICIES,
+    SLICES,
+    cost,
+    limit_percent,
+    memory_of,
+    not_above_0,
+    sliced,
+    timeline,
+    verdict,
+)
+from bench_finality_rank import Rank
 
 SPREAD = "stock again"
-MOST_PERCENT = 3.0
-LEAST_PAIRS = 30
 STAGES, MICROBATCHES = 2, 8  # of the runs in which it is said when bytes leave
-MOMENTS = ("first", "half", "all")
 
 
 def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
@@ -66,7 +77,7 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     begin = time.monotonic()
     for pair in range(options.pairs):
         order = names[pair % len(names) :] + names[: pair % len(names)]
-        for name in order:
+        for name in order if pair % 2 == 0 else reversed(order):  # nobody always comes behind the same one
             blocks[name].append(me.block(models[name], 100 + pair))
         if rank == 0 and pair % 10 == 9:
             print(f"{pair + 1} pairs in {time.monotonic() - begin:.0f} s", flush=True)
@@ -74,85 +85,6 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     dist.barrier()
     torch.save({"blocks": blocks, "memory": memory, "seen": seen}, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-def timeline(name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the steps of one policy, from what all ranks saw; `percent` has the moments of every step."""
-    seen = [rank["seen"][name] for rank in ranks]
-    rows: dict[str, list[float]] = {"first": [], "half": [], "all": [], "slot_ms": []}
-    wrong = 0
-    for steps in zip(*(one["steps"] for one in seen), strict=True):
-        last_backward = max(step["backward_end"] for step in steps)
-        step_s = max(step["end"] for step in steps) - min(step["begin"] for step in steps)
-        sent = sorted(event for step in steps for event in step["sent"])
-        total = sum(size for _, _, size in sent)
-        aborted = any(step["attempt"] > 0 for step in steps)
-        wrong += total != seen[0]["plan_bytes"] or aborted != name.startswith(ABORTING)
-        left, done, half = dict(seen[0]["unit_bytes"]), 0, 0.0
-        first = 0.0
-        for at, unit, size in sent:
-            done += size
-            left[unit] -= size
-            first = first or (at if left[unit] == 0 else 0.0)
-            half = half or (at if 2 * done >= total else 0.0)
-        for key, at in zip(MOMENTS, (first, half, sent[-1][0]), strict=True):
-            rows[key].append(100 * (at - last_backward) / step_s)
-        rows["slot_ms"].append(1e3 * max(step["slot_wait_s"] for step in steps))
-    medians = {key: round(statistics.median(values), 1) for key, values in rows.items()}
-    percent = {key: rows[key] for key in MOMENTS}
-    return {
-        **medians,
-        "steps": len(rows["all"]),
-        "invalid_steps": wrong,
-        "aborts": seen[0]["aborts"],
-        "percent": percent,
-    }
-
-
-def not_above_0(name: str, rows: dict[str, Any]) -> list[list[float]]:
-    """What must not be above 0, in the middle of all steps, for the row's bytes to leave when its policy says."""
-    policy, percent = name.partition("+")[0], rows[name]["percent"]
-    if policy in ("speculative", "early"):
-        return [percent["half"]]
-    if policy == "pipelined" and "whole" in rows:
-        whole = rows["whole"]["percent"]
-        return [[mine - its for mine, its in zip(percent[key], whole[key], strict=True)] for key in MOMENTS]
-    return []
-
-
-def cost(name: str, ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Paired difference to stock in percent, of the slowest rank's blocks."""
-    slowest = {
-        key: [max(times) for times in zip(*(r["blocks"][key] for r in ranks), strict=True)] for key in (name, "stock")
-    }
-    percent = [100 * (a - b) / b for a, b in zip(slowest[name], slowest["stock"], strict=True)]
-    spread = student_t(len(percent) - 1) * statistics.stdev(percent) / len(percent) ** 0.5
-    return {"mean": round(statistics.mean(percent), 2), "ci": round(spread, 2), "pairs": len(percent)}
-
-
-def student_t(freedom: int) -> float:
-    """The 97.5 % quantile for so many degrees of freedom: Fisher's expansion, right to 0.001 from 8 on."""
-    z = statistics.NormalDist().inv_cdf(0.975)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
-
-
-def _memory(name: str, ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """In fp32 copies of the rank's optimizer shard, of the rank where it is most."""
-    extra = []
-    for rank in ranks:
-        mine, stock = rank["memory"][name], rank["memory"]["stock"]
-        extra.append((mine["peak_bytes"] - stock["peak_bytes"]) / mine["shard_bytes"])
-    return {
-        "extra": round(max(extra), 2),
-        "kept": round(max(rank["memory"][name]["kept"] for rank in ranks), 2),
-        "stock_peak": round(ranks[0]["memory"]["stock"]["peak_bytes"] / ranks[0]["memory"]["stock"]["shard_bytes"], 2),
-    }
 
 
 def main() -> None:
@@ -173,6 +105,27 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES + SLICES)
     parser.add_argument("--json", type=Path, help="also write all rows there")
     options = parser.parse_args()
+    ranks = train(options)
+    rows = {name: timeline(name, ranks) for name in options.policies}
+    costs = {name: cost(name, ranks) for name in (SPREAD, *options.policies)}
+    memory = {name: memory_of(name, ranks) for name in rows}
+    is_said = (options.pp, options.microbatches) == (STAGES, MICROBATCHES)
+    verdicts = {
+        name: verdict(row, costs[name], costs[SPREAD], not_above_0(name, rows) if is_said else [])
+        for name, row in rows.items()
+    }
+    slices = {name: sliced(name, rows, ranks) for name in rows if name in SLICES and name.partition("+")[0] in rows}
+    show(rows, costs, memory, verdicts, statistics.median(ranks[0]["blocks"]["stock"]))
+    show_slices(slices)
+    if options.json is not None:
+        figures = {"timeline": rows, "cost": costs, "memory": memory, "verdict": verdicts, "slices": slices}
+        options.json.write_text(json.dumps(figures, indent=1))
+    words = {word for one in verdicts.values() for word in one.values()}
+    raise SystemExit(1 if words & {"invalid", "fails"} else 0)
+
+
+def train(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Starts all processes; what each trainer rank saw. SystemExit as of `await_end`."""
     with tempfile.TemporaryDirectory(prefix="megastream-finality-") as folder:
         context = multiprocessing.get_context("spawn")
         world = options.pp * options.dp
@@ -180,21 +133,7 @@ def main() -> None:
         for process in processes:
             process.start()
         await_end(processes, options.limit)
-        ranks = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
-    rows = {name: timeline(name, ranks) for name in options.policies}
-    costs = {name: cost(name, ranks) for name in (SPREAD, *options.policies)}
-    memory = {name: _memory(name, ranks) for name in rows}
-    is_said = (options.pp, options.microbatches) == (STAGES, MICROBATCHES)
-    verdicts = {
-        name: verdict(row, costs[name], costs[SPREAD], not_above_0(name, rows) if is_said else [])
-        for name, row in rows.items()
-    }
-    show(rows, costs, memory, verdicts, statistics.median(ranks[0]["blocks"]["stock"]))
-    if options.json is not None:
-        figures = {"timeline": rows, "cost": costs, "memory": memory, "verdict": verdicts}
-        options.json.write_text(json.dumps(figures, indent=1))
-    words = {word for one in verdicts.values() for word in one.values()}
-    raise SystemExit(1 if words & {"invalid", "fails"} else 0)
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
 def await_end(processes: list[Any], limit_s: float) -> None:
@@ -213,38 +152,6 @@ def await_end(processes: list[Any], limit_s: float) -> None:
         raise SystemExit("a trainer process failed; its output is above")
     if left:
         raise SystemExit(f"{len(left)} trainer processes were still there after {limit_s:g} s; raise --limit")
-
-
-def limit_percent(again: dict[str, float]) -> float:
-    """What a policy may cost: 3 %, or the spread of stock against stock where that is larger."""
-    return max(MOST_PERCENT, abs(again["mean"]) + again["ci"])
-
-
-def verdict(
-    row: dict[str, Any], one: dict[str, float], again: dict[str, float], moments: list[list[float]]
-) -> dict[str, str]:
-    """On what the row costs, and on its `bytes`: '-' without `moments`, else the worst word on any of them."""
-    if row["invalid_steps"] or not row["steps"]:
-        return dict.fromkeys(("cost", "bytes"), "invalid")
-    if one["pairs"] < LEAST_PAIRS:
-        return dict.fromkeys(("cost", "bytes"), "few")
-    cost = judged(one["mean"] - one["ci"], one["mean"] + one["ci"], limit_percent(again))
-    words = {judged(*median_interval(values), 0.0) for values in moments}
-    return {"cost": cost, "bytes": next((word for word in ("fails", "open", "holds") if word in words), "-")}
-
-
-def judged(low: float, high: float, limit: float) -> str:
-    """Whether what lies between `low` and `high` is at most the limit."""
-    return "holds" if high <= limit else "fails" if low > limit else "open"
-
-
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the median, by the sign test: two of the sorted values, with few the extremes."""
-    ordered, below, tail = sorted(values), 0, 1
-    while tail <= 0.025 * 2 ** len(ordered):
-        below += 1
-        tail += math.comb(len(ordered), below)
-    return ordered[max(below, 1) - 1], ordered[-max(below, 1)]
 
 
 def show(
@@ -269,6 +176,14 @@ def show(
             f"{row['slot_ms']:7.1f} {_cost(costs[name]):>16} {verdicts[name]['cost']:>8} "
             f"{memory[name]['extra']:6.2f} {memory[name]['kept']:6.2f} {row['aborts']:7d}"
         )
+
+
+def show_slices(slices: dict[str, Any]) -> None:
+    """[low, median, high] of 95 % in percent of the step; negative: the slice is earlier, or takes less time."""
+    for name, one in slices.items():
+        moments = ", ".join(f"{key} {one[key][1]:+.2f} [{one[key][0]:+.2f}, {one[key][2]:+.2f}]" for key in MOMENTS)
+        block, pieces = _cost(one["block"]), "{} pieces for {}".format(*one["pieces"])
+        print(f"{name} against the same without: {moments}, block {block}, {pieces}; better: {one['better']}")
 
 
 def _cost(one: dict[str, float]) -> str:

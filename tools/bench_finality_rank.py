@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_finality_figures import ABORTING
 
 from megastream.families import family_of, load_shape
 from megastream.layout.mesh import parse_engine_mesh
@@ -29,9 +30,6 @@ from megastream.trainer.model import TokenBatch
 from megastream.trainer.stepper import Listener, Stepper
 from megastream.transport.checksum import checksum
 
-ABORTING = "aborting"
-POLICIES = ("whole", "pipelined", "speculative", "early", ABORTING)
-SLICES = ("pipelined+slice", "speculative+slice", "early+slice")
 SEQUENCE, BATCH, BLOCK_STEPS, VOCAB, EXPERTS = 128, 2, 2, 2048, 8
 DEADLINE_S = 120.0
 
@@ -161,6 +159,7 @@ class Rank:
         return {
             "steps": steps[8:],
             "plan_bytes": built.plan.payload_bytes,
+            "plan_pieces": len(built.plan.pieces),
             "unit_bytes": units,
             "aborts": built.aborts,
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -19,11 +19,7 @@ MOMENTS = ("first", "half", "all")
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    spec = importlib.util.spec_from_file_location("bench_finality", ROOT / "tools" / "bench_finality.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("bench_finality_figures")
 
 
 def test_the_interval_is_that_of_so_many_pairs(bench: Any) -> None:
@@ -98,8 +94,41 @@ def steps(attempt: int, sizes: tuple[int, ...] = (2, 2)) -> list[dict[str, Any]]
 def test_a_step_that_is_not_what_its_row_says_makes_the_row_invalid(
     bench: Any, name: str, attempt: int, sizes: tuple[int, ...], invalid: int
 ) -> None:
-    seen = {"steps": steps(attempt, sizes), "plan_bytes": 4, "unit_bytes": {"unit": 4}, "aborts": attempt}
+    seen = {
+        "steps": steps(attempt, sizes),
+        "plan_bytes": 4,
+        "plan_pieces": 2,
+        "unit_bytes": {"unit": 4},
+        "aborts": attempt,
+    }
     assert bench.timeline(name, [{"seen": {name: seen}}])["invalid_steps"] == invalid
+
+
+def compared(bench: Any, last: float, block: float, **of_slice: Any) -> dict[str, Any]:
+    """`pipelined+slice`: its last byte leaves `last` % of a step later, and its blocks take about `block` % longer."""
+    rows = rows_of(**{"pipelined": 5.0, "pipelined+slice": 5.0 + last})
+    for row in rows.values():
+        row.update(invalid_steps=0, plan_bytes=8, plan_pieces=2)
+    rows["pipelined+slice"].update(of_slice)
+    times = [1.0 + pair / 100 for pair in range(12)]
+    slower = [time * (1 + (block + pair % 2) / 100) for pair, time in enumerate(times)]
+    found: dict[str, Any] = bench.sliced(
+        "pipelined+slice", rows, [{"blocks": {"pipelined": times, "pipelined+slice": slower}}]
+    )
+    return found
+
+
+def test_slices_are_better_when_they_gain_somewhere_and_lose_nowhere(bench: Any) -> None:
+    assert compared(bench, -1.0, -0.5)["better"] == "slice", "earlier; blocks by 0 % +- 0.33 %"
+    assert compared(bench, -1.0, -3.0)["better"] == compared(bench, 0.0, -3.0)["better"] == "slice"
+    assert compared(bench, 1.0, -0.5)["better"] == compared(bench, 0.0, 3.0)["better"] == "replica"
+    assert compared(bench, -1.0, 3.0)["better"] == "open", "earlier, but dearer"
+    assert compared(bench, 0.0, -0.5)["better"] == "open"
+    assert compared(bench, -1.0, -0.5, invalid_steps=1)["better"] == "invalid"
+    assert compared(bench, -1.0, -0.5, plan_bytes=9)["better"] == "invalid", "not the same bytes"
+    found = compared(bench, -1.0, -0.5, plan_pieces=3)
+    assert found["all"] == pytest.approx([-1.0] * 3) and found["pieces"] == (3, 2)
+    assert found["block"] == {"mean": 0.0, "ci": pytest.approx(0.33, abs=0.01), "pairs": 12}
 
 
 @pytest.mark.full
