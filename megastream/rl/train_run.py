@@ -69,7 +69,8 @@ class Trainer:
 def train(config: TrainConfig, place: Place) -> None:
     """Blocks until `run.steps` are done. Every rank calls it.
 
-    AgreedError, equal on all ranks, for what is wrong before an engine is asked for, or with a checkpoint.
+    AgreedError, equal on all ranks, for what is wrong before an engine is asked for, with gradients that nothing can
+    be taken back for, or with a checkpoint; a save under way is published first. What ends one rank alone leaves it.
     """
     trainer = start(config, place)
     try:
@@ -78,6 +79,10 @@ def train(config: TrainConfig, place: Place) -> None:
         try:
             streaming.attach(trainer.step, trainer.version)
             _run(trainer, streaming)
+        except AgreedError:
+            streaming.close()  # engines need not wait for files
+            _publish_what_was_saved(trainer)
+            raise
         finally:
             streaming.close()
         trainer.say(kind="end", step=trainer.step, unix_s=time.time())
@@ -173,15 +178,14 @@ def _begin(trainer: Trainer) -> None:
 
 def _print_start(trainer: Trainer, resumed: Resumed | None) -> None:
     config = trainer.config
-    for reason in resumed.refused if resumed is not None else ():
-        print(f"megastream: passed over: {reason}", file=sys.stderr)
-    policy = consequences(config.finality, config.optimizer.clip_grad, config.max_abort_rate)
-    print(f"megastream: {policy}", file=sys.stderr)
+    said = [f"passed over: {reason}" for reason in (resumed.refused if resumed is not None else ())]
+    said.append(consequences(config.finality, config.optimizer.clip_grad, config.max_abort_rate))
     if layers := config.layout.mtp_layers:
-        unused = f"layers of multi-token prediction: {layers}, trained and saved, used by no engine"
-        print(f"megastream: {unused}", file=sys.stderr)
+        said.append(f"layers of multi-token prediction: {layers}, trained and saved, used by no engine")
     begin = config.weights if resumed is None else resumed.path
-    print(f"megastream: step {trainer.step} of {config.run.steps}, from {begin}", file=sys.stderr)
+    said.append(f"step {trainer.step} of {config.run.steps}, from {begin}")
+    for line in said:
+        print(f"megastream: {line}", file=sys.stderr)
 
 
 def _load(trainer: Trainer) -> tuple[Resumed | None, list[str]]:
@@ -282,3 +286,12 @@ def _publish(trainer: Trainer, *, wait: bool = False) -> None:
             total_ms=1e3 * saved.total_s,
             removed=list(saved.removed),
         )
+
+
+def _publish_what_was_saved(trainer: Trainer) -> None:
+    """Behind an error of all ranks, which stays the one that ends the training. Every rank calls it; blocks."""
+    try:
+        _publish(trainer, wait=True)
+    except AgreedError as error:
+        if trainer.lines is not None:
+            print(f"megastream: {error}", file=sys.stderr)

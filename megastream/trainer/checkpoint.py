@@ -102,7 +102,7 @@ class Checkpointer:
     def poll(self, *, wait: bool = False) -> Saved | None:
         """Publishes the pending save once every rank has written; None while it goes on, or when there is none.
 
-        AgreedError when writing failed somewhere, or is not done after `deadline_s`.
+        AgreedError, once for a save, when writing failed somewhere, or is not done after `deadline_s`.
         """
         pending = self._pending
         if pending is None:
@@ -111,6 +111,7 @@ class Checkpointer:
         writing = gather(not pending.is_written_within(max(left_s, 0.0) if wait else 0.0))
         if any(writing):
             if any(gather(left_s <= 0 or wait)):
+                self._pending = None
                 raise AgreedError(
                     f"the checkpoint of step {pending.manifest.step} is not written by trainer rank "
                     f"{writing.index(True)} after {self._settings.deadline_s:g} s; raise deadlines.save_s"

@@ -41,6 +41,8 @@ class Checkpoints:
     def poll(self, *, wait: bool) -> None:
         self.calls.append(("poll", wait))
 
+    def close(self) -> None: ...
+
 
 def trainer(tmp_path: Path, checkpoints: Checkpoints, **changes: Any) -> Trainer:
     config = parse_train_config(job(tmp_path, **changes))
@@ -116,6 +118,48 @@ def test_the_last_checkpoint_is_published_before_engines_can_end_badly(tmp_path:
     checkpoints = Checkpoints(None)
     with pytest.raises(SyncError, match="gone"):
         train_run._run(trainer(tmp_path, checkpoints), Broken())
+
+
+@pytest.mark.parametrize(
+    ("error", "calls"),
+    [(AgreedError("gradients"), ["engines are told", ("poll", True)]), (SyncError("an engine"), ["engines are told"])],
+)
+def test_a_save_under_way_is_published_behind_an_error_of_all_ranks(
+    tmp_path: Path, error: Exception, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else comes to publish it when one rank alone cannot go on."""
+    checkpoints = Checkpoints(None)
+
+    class Failing(Streaming):
+        def attach(self, train_step: int, resumed: int) -> None:
+            raise error
+
+        def close(self) -> None:
+            if "engines are told" not in checkpoints.calls:
+                checkpoints.calls.append("engines are told")
+
+    monkeypatch.setattr(train_run, "start", lambda config, place: started)
+    monkeypatch.setattr(train_run, "_begin", lambda trainer: None)
+    monkeypatch.setattr(train_run, "Streaming", Failing)
+    started = trainer(tmp_path, checkpoints)
+    with pytest.raises(type(error), match=str(error)):
+        train_run.train(started.config, Place(0, 1, ""))
+    assert checkpoints.calls == calls
+
+
+def test_what_else_goes_wrong_with_a_save_does_not_hide_why_the_training_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(Checkpoints):
+        def poll(self, *, wait: bool) -> None:
+            raise AgreedError("the checkpoint of step 2 cannot be written")
+
+    ended = trainer(tmp_path, Full(None))
+    train_run._publish_what_was_saved(ended)
+    assert capsys.readouterr().err == "", "not rank 0"
+    ended.lines = LineLog(tmp_path / "log")
+    train_run._publish_what_was_saved(ended)
+    assert capsys.readouterr().err == "megastream: the checkpoint of step 2 cannot be written\n"
 
 
 @pytest.fixture
