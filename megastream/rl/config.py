@@ -13,6 +13,7 @@ import msgspec
 from megastream.layout.trainer import Ownership
 from megastream.rl.bounds import bounds_refusal, sizes_refusal
 from megastream.rl.plain import read_plain
+from megastream.trainer.ownership import ANY_TRANSPORT, WantedOwnership, choose_ownership
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, clipping_refusal
 from megastream.transport.choice import Wanted
 
@@ -90,13 +91,14 @@ class StreamConfig(Section, frozen=True, kw_only=True):
 
     `finality` says when a bucket leaves; `speculative` gives up on speculation once more than `max_abort_rate` of the
     last 16 steps were clipped, until at most half of that rate is left. With `ownership` slice each data-parallel rank
-    sends what it steps, before parameters are gathered; with replica any of them sends, after it.
+    sends what it steps, before parameters are gathered; with replica any of them sends, after it; auto takes what was
+    measured to be better.
     """
 
     transport: Wanted = "gloo"
     finality: Finality = "pipelined"
     max_abort_rate: float = MAX_ABORT_RATE
-    ownership: Ownership = "replica"
+    ownership: WantedOwnership = "auto"
     piece_mib: float
     experts_per_unit: int
     slots_per_target: int
@@ -136,6 +138,12 @@ class Config(Section, frozen=True, kw_only=True):
     @property
     def data_parallel(self) -> int:
         return self.trainer.ranks // (self.trainer.tp * self.trainer.pp)
+
+    @property
+    def ownership(self) -> tuple[Ownership, str]:
+        """Which replica sends what, and why."""
+        lanes = ANY_TRANSPORT if self.stream.transport == "auto" else (self.stream.transport,)
+        return choose_ownership(self.stream.ownership, self.stream.finality, self.data_parallel, lanes)
 
     @property
     def engine_ranks(self) -> int:

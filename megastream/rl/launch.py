@@ -23,6 +23,7 @@ from megastream.rl.children import Child, Children, RunFailed
 from megastream.rl.folder import JOB_FILE, REFUSED_LOG, forget_results, refuse_foreign, take_over
 from megastream.rl.job import Job
 from megastream.rl.owned import MARK, Owner, StillRunning, clean, make_folder, start_time, sweep, this_place
+from megastream.trainer.ownership import described
 from megastream.trainer.policies import consequences
 
 INTERRUPTED = 130
@@ -85,6 +86,7 @@ def _run(job: Job, children: Children, config: configs.Config) -> None:
 
     stream = config.stream
     print(consequences(stream.finality, config.trainer.clip_grad, stream.max_abort_rate), flush=True)
+    print(described(*config.ownership), flush=True)
     path = _prepare(job, children)
     host = children.start("host", "megastream.rl.host", str(path), nice=config.engine.nice)
     ranks = [

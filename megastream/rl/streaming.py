@@ -5,18 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megastream.control.redis_log import RedisLog
+from megastream.layout.trainer import Ownership
 from megastream.protocol.control import ControlError
 from megastream.rl.train_config import TrainConfig
 from megastream.rl.watermark import Watermark
 from megastream.sync import Opening, TrainerSettings, TrainerSync
 from megastream.trainer.adapter import MegatronAdapter
 from megastream.trainer.agreement import gather, together
+from megastream.trainer.ownership import ANY_TRANSPORT, choose_ownership
 from megastream.trainer.stepper import Listener
 
 WATERMARK_FILE = "versions.json"
+
+
+def ownership_of(config: TrainConfig) -> tuple[Ownership, str]:
+    """Which replica sends what, and why. An engine may come with any transport; weights on a CPU leave over gloo."""
+    lanes = ANY_TRANSPORT if torch.cuda.is_available() else ("gloo",)
+    return choose_ownership(config.ownership, config.finality, config.replicas, lanes)
 
 
 class Streaming:

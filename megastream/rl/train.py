@@ -258,7 +258,7 @@ def train(job: Job, number: int) -> None:
         bucket_elements=config.trainer.bucket_elements,
         finality=config.stream.finality,
         experts_per_unit=config.stream.experts_per_unit,
-        ownership=config.stream.ownership,
+        ownership=config.ownership[0],
     )
     rank = Rank(job, number, chunks, optimizer, adapter, batches, log, notes, lines)
     notes.wait("generating", config.deadlines.start_s, "the engine host")

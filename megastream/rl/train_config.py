@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megastream.families.types import ModelShape
-from megastream.layout.trainer import Ownership
 from megastream.rl.bounds import TRAIN_BOUNDS, bounds_refusal
 from megastream.rl.config import ConfigError, Section, check_positive, read_mapping, typed
 from megastream.trainer.config import TrainerConfig
+from megastream.trainer.ownership import WantedOwnership
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, clipping_refusal
 
 NEWEST, NONE = "newest", "none"
@@ -140,7 +140,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     max_abort_rate: float = MAX_ABORT_RATE
     bucket_elements: int = 8_000_000
     experts_per_unit: int = 8
-    ownership: Ownership = "replica"
+    ownership: WantedOwnership = "auto"
     data: DataSection
     layout: LayoutSection = LayoutSection()
     batch: BatchSection
@@ -152,6 +152,13 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     @property
     def ranks(self) -> int:
         return self.rendezvous.nodes * self.rendezvous.ranks_per_node
+
+    @property
+    def replicas(self) -> int:
+        """Of the weight that most ranks hold: experts may have more of them than the rest, or fewer."""
+        layout = self.layout
+        experts = layout.pp * layout.ep * (layout.etp or layout.tp)
+        return max(self.ranks // (layout.tp * layout.pp), self.ranks // experts)
 
     @property
     def group_s(self) -> float:

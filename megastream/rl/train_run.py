@@ -18,7 +18,7 @@ from megastream.rl.facts import facts_of, layout_of
 from megastream.rl.job import LineLog
 from megastream.rl.rows import Rows
 from megastream.rl.schedule import learning_rate
-from megastream.rl.streaming import Streaming
+from megastream.rl.streaming import Streaming, ownership_of
 from megastream.rl.train_config import NEWEST, NONE, TrainConfig
 from megastream.trainer.adapter import MegatronAdapter, mesh_coords
 from megastream.trainer.agreement import AgreedError, gather, together
@@ -26,6 +26,7 @@ from megastream.trainer.checkpoint import Checkpointer
 from megastream.trainer.checkpoint_types import CheckpointSettings, Resumed, Saved
 from megastream.trainer.config import check_layout
 from megastream.trainer.model import TokenBatch, build, start_process_group, train_step
+from megastream.trainer.ownership import described
 from megastream.trainer.policies import consequences
 from megastream.trainer.stepper import StepResult
 
@@ -129,7 +130,7 @@ def start(config: TrainConfig, place: Place) -> Trainer:
             bucket_elements=config.bucket_elements,
             finality=config.finality,
             experts_per_unit=config.experts_per_unit,
-            ownership=config.ownership,
+            ownership=ownership_of(config)[0],
         )
     launch = gather(secrets.token_hex(4))[0]
     lines = None
@@ -180,6 +181,8 @@ def _print_start(trainer: Trainer, resumed: Resumed | None) -> None:
     config = trainer.config
     said = [f"passed over: {reason}" for reason in (resumed.refused if resumed is not None else ())]
     said.append(consequences(config.finality, config.optimizer.clip_grad, config.max_abort_rate))
+    if config.stream is not None:
+        said.append(described(*ownership_of(config)))
     if layers := config.layout.mtp_layers:
         said.append(f"layers of multi-token prediction: {layers}, trained and saved, used by no engine")
     begin = config.weights if resumed is None else resumed.path

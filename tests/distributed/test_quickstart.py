@@ -90,7 +90,7 @@ def test_weights_that_leave_inside_the_backward(
     finally:
         run.kill()  # its guard ends the rest
     assert run.returncode == 0, stderr
-    assert f"finality {finality}" in stdout and words in stdout
+    assert f"finality {finality}" in stdout and words in stdout and f"ownership {ownership}" in stdout
     stream = json.loads((out / "summary.json").read_text())["stream"]
     assert stream["updates"] == 4 and stream["tensors_differing"] == 0
     assert stream["mixed_tokens"] == stream["mislabelled_tokens"] == 0

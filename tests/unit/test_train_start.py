@@ -162,6 +162,15 @@ def test_what_else_goes_wrong_with_a_save_does_not_hide_why_the_training_ended(
     assert capsys.readouterr().err == "megastream: the checkpoint of step 2 cannot be written\n"
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_start_says_what_its_settings_mean(tmp_path: Path, streams: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    train_run._print_start(
+        trainer(tmp_path, Checkpoints(None), **({"stream__control_url": "redis://h"} if streams else {})), None
+    )
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in said] == ["finality", *(["ownership"] if streams else []), "step"]
+
+
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """No process group: rank 0 of 1. What it would have been started with."""
