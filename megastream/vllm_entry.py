@@ -3,17 +3,16 @@
 Entry point `vllm.general_plugins`. `vllm serve MODEL --weight-transfer-config '{"backend": "megastream"}'` just serves;
 with `--additional-config '{"megastream": {"control_url": ..., "run_id": ..., "engine": ...}}'` every worker starts a
 rank agent and the engine core a coordinator, and a trainer can attach. Under `settings` stand the fields of
-engine.settings.EngineSettings, for example `"settings": {"commit_s": 30, "staging_sets": 1}`.
+engine.settings.EngineSettings, for example `"settings": {"staging_sets": 1, "staging": {"device_bytes": 8000000000}}`.
 """
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from megastream.control.redis_log import RedisLog
 from megastream.engine.agent import RankAgent
 from megastream.engine.attachment import Attachment
 from megastream.engine.coordinator import Coordinator
-from megastream.engine.settings import EngineSettings
+from megastream.engine.settings import EngineSettings, read_engine_settings, refuse_unknown
 from megastream.engine.tally import EngineTally
 from megastream.engine.vllm import (
     compat,
@@ -95,10 +94,7 @@ def read_settings(vllm_config: Any, *, device: str = "cpu") -> PluginSettings:
     """
     given = _given(vllm_config.additional_config)
     limits = given.pop("settings", {})
-    _refuse_unknown(given, PluginSettings, "megastream")
-    if not isinstance(limits, dict):
-        raise ValueError(f"megastream.settings in --additional-config must be an object, got {limits!r}")
-    _refuse_unknown(limits, EngineSettings, "megastream.settings")
+    refuse_unknown(given, PluginSettings, "megastream")
     if "kv" in given:
         check_policy(given["kv"])
     if "gate" in given:
@@ -108,11 +104,11 @@ def read_settings(vllm_config: Any, *, device: str = "cpu") -> PluginSettings:
     except msgspec.ValidationError as error:
         raise ValueError(f"--additional-config: {str(error).replace('`$.', '`megastream.')}") from error
     _check_values(settings)
-    staging = "cpu" if settings.transport == "gloo" else device
-    defaults = {"pin_memory": device != "cpu", "staging_device": staging}
+    staging_device = "cpu" if settings.transport == "gloo" else device
     index = compat.data_parallel_index(vllm_config)
     engine = f"{settings.engine}-dp{index}" if index and settings.engine else settings.engine
-    return replace(settings, engine=engine, settings=EngineSettings(**{**defaults, **limits}))
+    engine_settings = read_engine_settings(limits, device=device, staging_device=staging_device)
+    return replace(settings, engine=engine, settings=engine_settings)
 
 
 def _given(additional_config: Any) -> dict[str, Any]:
@@ -158,14 +154,6 @@ def read_port_settings(vllm_config: Any) -> PortSettings:
     return PortSettings(records=settings.records, kv=settings.kv)
 
 
-def _refuse_unknown(given: dict[str, Any], kind: type, where: str) -> None:
-    known = [field.name for field in fields(kind)]
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
-            raise ValueError(f"unknown key {where}.{key} in --additional-config; the nearest known key is {near}")
-
-
 def register() -> None:
     """Loaded by vLLM in the API server, the engine core and every worker; also more than once in one process.
 
@@ -202,7 +190,12 @@ class WiredEngine(MegastreamEngine):
 
         def watch(current: Attachment | None) -> None:
             received, staged = (0, 0) if current is None else (current.received_bytes, current.staging_bytes)
-            figures.write_rank(live.rank, agent.live_version, received, staged)
+            tiers = (0, 0) if current is None else current.tier_bytes
+            if str(self.device) != "cpu" == settings.settings.staging_device:
+                tiers = 0, sum(tiers)
+            block_bytes = compat.kv_block_bytes(self.vllm_config) if tiers[0] else 0
+            blocks = tiers[0] // block_bytes if block_bytes else 0
+            figures.write_rank(live.rank, agent.live_version, received, staged, *tiers, blocks)
 
         agent = RankAgent(
             log,

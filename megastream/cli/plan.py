@@ -12,18 +12,19 @@ from rich.console import Console
 from megastream.cli.plan_html import html_page
 from megastream.cli.plan_limits import check_plan
 from megastream.cli.plan_report import Report, as_dict, print_report
+from megastream.cli.plan_staging import STAGING_SETS, staging_of
 from megastream.families import ModelShape, family_of, load_shape
 from megastream.families.contract import contract
 from megastream.families.refused import refused
 from megastream.families.shipped import num_parameters, shape_of_model
 from megastream.layout.mesh import Mesh, parse_engine_mesh, parse_trainer_mesh
-from megastream.layout.pack import item_bytes
 from megastream.layout.synthetic import engine_layouts, trainer_layouts
 from megastream.plan import build_plan
 from megastream.plan.cost import plan_cost
 from megastream.plan.expected import expect, load_of
 from megastream.plan.hardware import PROFILES, profile
 from megastream.plan.pieces import PieceTable
+from megastream.plan.tiers import StagingBudget
 
 _MIB = 1 << 20
 
@@ -39,13 +40,23 @@ def plan_command(
     ] = None,
     piece_bytes: Annotated[int, typer.Option(min=1, help="Largest payload of one message, in bytes.")] = 16 * _MIB,
     experts_per_unit: Annotated[int, typer.Option(min=1, help="Experts that are tracked together.")] = 8,
+    staging_sets: Annotated[
+        int, typer.Option(min=1, max=1024, help="Versions in staging at once, as in the engine's settings.")
+    ] = STAGING_SETS,
+    staging_device_bytes: Annotated[
+        int | None, typer.Option(help="Most bytes of an engine rank's device that its staging may take.")
+    ] = None,
+    staging_host_bytes: Annotated[
+        int | None, typer.Option(help="Likewise of host memory, which takes what does not fit on the device.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     html: Annotated[Path | None, typer.Option(help="Also write the map as one HTML file.")] = None,
 ) -> None:
     """Plan a reshard from layout strings: units, bytes per rank and link, balance, floor, staging, expected seconds."""
     try:
         meshes = parse_trainer_mesh(trainer), parse_engine_mesh(engine)
-        report = _report(model, *meshes, hardware, piece_bytes, experts_per_unit)
+        budget = StagingBudget(staging_device_bytes, staging_host_bytes)
+        report = _report(model, *meshes, hardware, piece_bytes, experts_per_unit, budget, staging_sets)
         if html is not None:
             html.write_text(html_page(report), encoding="utf-8")
     except (ValueError, OSError) as error:
@@ -58,7 +69,14 @@ def plan_command(
 
 
 def _report(
-    model: str, trainer: Mesh, engine: Mesh, hardware: str | None, piece_bytes: int, experts_per_unit: int
+    model: str,
+    trainer: Mesh,
+    engine: Mesh,
+    hardware: str | None,
+    piece_bytes: int,
+    experts_per_unit: int,
+    budget: StagingBudget,
+    staging_sets: int,
 ) -> Report:
     machine = None if hardware is None else profile(hardware)
     shape = _shape(model)
@@ -76,7 +94,7 @@ def _report(
     )
     cost = plan_cost(plan, targets)
     assert isinstance(plan.pieces, PieceTable)
-    both = plan.pieces.tables
+    both, staging = plan.pieces.tables, staging_of(plan.pieces, budget, staging_sets)
     is_expert = [family.place(spec.name).kind == "expert" for spec in both.tensors]
     active = shape.top_k / shape.num_experts if shape.num_experts else 1.0
     return Report(
@@ -87,13 +105,13 @@ def _report(
         engine=engine,
         plan=plan,
         cost=cost,
-        staging_bytes=tuple(
-            sum(spec.num_elements * item_bytes(spec.dtype) for spec in layout.buffers) for layout in targets
-        ),
+        staging=staging,
         types=contract(family, shape),
         refused=refused(shape),
         hardware=machine,
-        expected=None if machine is None else expect(cost, load_of(both, is_expert, active), machine),
+        expected=None
+        if machine is None
+        else expect(cost, load_of(both, is_expert, active), machine, staging.host_set_bytes),
     )
 
 

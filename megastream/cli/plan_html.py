@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megastream.cli.plan_report import STAGING_SETS, Group, Report, engine_groups, seconds, size, trainer_groups
+from megastream.cli.plan_report import Group, Report, engine_groups, seconds, size, staging_rows, trainer_groups
 
 WIDTH, LEFT, RIGHT, NODE = 1120, 250, 870, 14
 """Pixels of the drawing: its width, the inner edges of both columns of nodes, and a node's width."""
@@ -54,7 +54,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("busiest sender", f"rank {cost.busiest_source}, {size(cost.by_source[cost.busiest_source])}"),
         ("busiest receiver", f"rank {cost.busiest_target}, {size(cost.by_target[cost.busiest_target])}"),
         ("sender balance", f"{cost.balance:.3f}"),
-        ("peak staging of a rank", size(STAGING_SETS * max(report.staging_bytes))),
+        *staging_rows(report.staging),
     ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megastream.cli.plan_staging import Staging
 from megastream.families.contract import Typed
 from megastream.families.refused import Refused
 from megastream.layout.mesh import Mesh, engine_coords, trainer_coords
@@ -22,13 +23,12 @@ MOST_RANKS = 16
 """More of them are shown by pipeline stage (trainer) or node (engine)."""
 NODE_RANKS = 8
 MOST_LINKS = 8
-STAGING_SETS = 2
-"""Versions in staging at once, by default."""
+MOST_REFUSALS = 1
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is known about a planned pair. `staging_bytes`: one version, by engine rank."""
+    """Everything that is known about a planned pair."""
 
     model: str
     num_parameters: int
@@ -37,7 +37,7 @@ class Report:
     engine: Mesh
     plan: Plan
     cost: PlanCost
-    staging_bytes: tuple[int, ...]
+    staging: Staging
     types: tuple[Typed, ...]
     refused: tuple[Refused, ...]
     hardware: Hardware | None
@@ -84,7 +84,7 @@ def as_dict(report: Report) -> dict[str, Any]:
             "layout": str(report.engine),
             "ranks": plan.num_engine_ranks,
             "bytes": cost.by_target,
-            "staging_bytes": dict(enumerate(report.staging_bytes)),
+            "staging_bytes": dict(enumerate(report.staging.set_bytes)),
             "tensors": plan.tensors,
             "unused": plan.unused,
         },
@@ -107,7 +107,8 @@ def as_dict(report: Report) -> dict[str, Any]:
             "source": {"rank": cost.busiest_source, "bytes": cost.by_source[cost.busiest_source]},
             "target": {"rank": cost.busiest_target, "bytes": cost.by_target[cost.busiest_target]},
         },
-        "peak_staging_bytes": STAGING_SETS * max(report.staging_bytes),
+        "peak_staging_bytes": report.staging.peak_bytes,
+        "staging": report.staging.as_dict(),
         "types": [asdict(each) for each in report.types],
         "refused": [asdict(each) for each in report.refused],
         "expected": _expected_dict(report),
@@ -151,6 +152,10 @@ def print_report(report: Report, console: Console) -> None:
         _print_model(report.hardware, console)
     for each in report.refused:
         console.print(f"[yellow]refused[/] {each.tensors}: {each.why}", highlight=False)
+    for refusal in report.staging.refusals[:MOST_REFUSALS]:
+        console.print(f"[yellow]refused[/] {refusal}", highlight=False)
+    if (more := len(report.staging.refusals) - MOST_REFUSALS) > 0:
+        console.print(f"[yellow]refused[/] likewise {more} more engine ranks", highlight=False)
     for names, ranks in _unused(plan.unused).items():
         console.print(f"never computed with on engine ranks {ranks}: {', '.join(names)}", highlight=False)
     console.print(f"digest {plan.digest}", highlight=False)
@@ -179,10 +184,22 @@ def _summary(report: Report) -> Table:
         ("busiest sender", f"rank {source}, {size(cost.by_source[source])}"),
         ("busiest receiver", f"rank {target}, {size(cost.by_target[target])}"),
         ("sender balance (1 is even)", f"{cost.balance:.3f}"),
-        ("peak staging of a rank", f"{STAGING_SETS} versions, {size(STAGING_SETS * max(report.staging_bytes))}"),
+        *staging_rows(report.staging),
     ):
         table.add_row(name, value)
     return table
+
+
+def staging_rows(staging: Staging) -> list[tuple[str, str]]:
+    """Name and number of what staging takes."""
+    sets = f"{staging.num_sets} versions"
+    if not staging.placements:
+        return [("peak staging of a rank", f"{sets}, {size(staging.peak_bytes)}")]
+    on_device, on_host = staging.fullest
+    return [
+        ("most staging on a rank's device", f"{sets}, {size(on_device)}"),
+        ("most staging of a rank in host memory", f"{sets}, {size(on_host)}"),
+    ]
 
 
 def _side(title: str, verb: str, groups: Sequence[Group], sizes: Mapping[int, int], pieces: Mapping[int, int]) -> Table:

@@ -40,6 +40,11 @@ class Attachment:
         """Staging in use now; versions of kind whole are not staged."""
         return self.sink.num_bytes if isinstance(self.sink, StreamSink) else 0
 
+    @property
+    def tier_bytes(self) -> tuple[int, int]:
+        """Staging that is allocated, in use or not: bytes on the device, and in host memory."""
+        return self.sink.tier_bytes if isinstance(self.sink, StreamSink) else (0, 0)
+
     def choose(self, gate: Gate) -> None:
         """Versions that arrive from here on are cut for `gate`; whole-model updates know none. ProtocolError when the
         plan cannot be cut for it."""
@@ -93,7 +98,7 @@ def make_attachment(
 ) -> Attachment:
     """Staging and lanes for an Attach on the rank of `layout`. `post` gets its Sealed and Failed records.
 
-    ProtocolError when the plan cannot be cut for the gate.
+    ProtocolError when the plan cannot be cut for the gate, or the budget for staging is too small.
     """
     terms = Terms(
         run_id=run_id,

@@ -68,6 +68,11 @@ class LiveModel(Protocol):
         RuntimeError when it fails; the agent then repeats it once.
         """
 
+    def write_live(self, staging: Mapping[str, torch.Tensor], ranges: Mapping[str, Ranges] = NO_RANGES) -> None:
+        """`prepare` and `commit` in one, buffer by buffer, from staging in host memory: without a second copy of all of
+        it, and slower. Only inside the engine's ordered call; idempotent. Staging and errors are as for these two.
+        """
+
     def expert_use(self) -> Mapping[int, Sequence[float]]:
         """How often each global expert was chosen lately, by layer; infinite where that is not known yet.
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
+from megastream.plan.tiers import StagingBudget
 from megastream.protocol.bounds import check_settings
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -25,6 +29,10 @@ class EngineSettings:
     """Page-lock staging, for engines that copy from it to a GPU."""
     staging_device: str = "cpu"
     """Where staging lies: "cpu" (host memory) or a GPU as torch names it. Lanes over ipc and nccl want the GPU."""
+    staging: StagingBudget = StagingBudget()
+    """Bytes that all sets together may take on `staging_device`, which then has to be the weights' own, and in host
+    memory. Nothing of what lies in host memory is prepared before its commit: a smaller copy for a longer gap. Without
+    a budget everything lies on `staging_device` and is prepared."""
     bind_s: float = 120.0
     """From the Attach to open lanes."""
     transfer_s: float = 60.0
@@ -53,4 +61,38 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if not _DEVICE.fullmatch(self.staging_device):
             raise ValueError(f"engine setting staging_device is {self.staging_device!r}; give cpu, or a GPU as cuda:0")
+        if not isinstance(self.staging, StagingBudget):
+            raise ValueError(f"engine setting staging must be a StagingBudget, got {self.staging!r}")
         check_settings(self, "engine setting")
+
+
+def read_engine_settings(given: Any, *, device: str, staging_device: str) -> EngineSettings:
+    """Settings as they stand in a host's config, where `device` holds the weights: staging is page-locked for a GPU
+    unless said otherwise, and lies on `staging_device`, or with a budget on `device`. ValueError names key and remedy.
+    """
+    where = "megastream.settings in --additional-config"
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} must be an object, got {given!r}")
+    refuse_unknown(given, EngineSettings, "megastream.settings")
+    settings: dict[str, Any] = {"pin_memory": device != "cpu", "staging_device": staging_device, **given}
+    if "staging" in given:
+        budget = given["staging"]
+        if not isinstance(budget, dict):
+            raise ValueError(f"{where}: staging must be an object, got {budget!r}")
+        refuse_unknown(budget, StagingBudget, "megastream.settings.staging")
+        if "staging_device" in given:
+            raise ValueError(
+                f"{where} has staging_device={given['staging_device']!r} beside staging, whose device is the weights' "
+                "own; leave staging_device out"
+            )
+        settings |= {"staging": StagingBudget(**budget), "staging_device": device}
+    return EngineSettings(**settings)
+
+
+def refuse_unknown(given: Mapping[str, Any], kind: type, where: str) -> None:
+    """ValueError names a key that is no field of the dataclass `kind`, and the nearest one that is."""
+    known = [field.name for field in fields(kind)]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+            raise ValueError(f"unknown key {where}.{key} in --additional-config; the nearest known key is {near}")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from megastream.engine.scatter import target_region, torch_dtype
-from megastream.layout.shard import RankLayout
+from megastream.engine.settings import EngineSettings
+from megastream.layout.shard import BufferSpec, RankLayout
+from megastream.plan.tiers import Placement, bundles_of, place
 from megastream.plan.types import Copy, Piece
+from megastream.protocol.terms import ProtocolError
 
 
 class NoStagingRoom(RuntimeError):
@@ -25,11 +29,28 @@ def copies_by_buffer(pieces: Iterable[Piece]) -> dict[str, tuple[Copy, ...]]:
     return {name: tuple(group) for name, group in copies.items()}
 
 
+def placement_of(pieces: Iterable[Piece], layout: RankLayout, settings: EngineSettings) -> Placement:
+    """Where the units of these pieces, all of one engine rank, are staged. ProtocolError when the budget is too small:
+    by how many bytes, and what to set."""
+    pairs = ((piece.unit, copy.target_buffer) for piece in pieces for copy in piece.copies)
+    sizes = {spec.name: _bytes_of(spec) for spec in layout.buffers}
+    placement = place(bundles_of(pairs, sizes), settings.staging, settings.staging_sets)
+    if placement.refusal:
+        raise ProtocolError(placement.refusal)
+    return placement
+
+
+def _bytes_of(spec: BufferSpec) -> int:
+    return spec.num_elements * torch_dtype(spec.dtype).itemsize
+
+
 class StagingMemory:
     """Up to `num_sets` sets of flat tensors, one per buffer that the plan writes; a set is allocated at first use.
 
     Planned elements start as NaN, so that bytes which never arrived cannot pass for weights; the others (padding)
     are zero, as the engine's own loader leaves them.
+
+    Buffers in `host` lie in host memory, the others on `device`, the weights' own where `host` names any.
 
     On a GPU a commit is enqueued and runs later: `reads` marks that, and who writes into the set next waits behind it.
     """
@@ -42,18 +63,26 @@ class StagingMemory:
         *,
         pin_memory: bool,
         device: str = "cpu",
+        host: Collection[str] = (),
     ) -> None:
         self._specs = {spec.name: spec for spec in layout.buffers if spec.name in copies}
         self._copies = copies
         self._device = torch.device(device)
-        self._pin = pin_memory and self._device.type == "cpu"
+        self._host = frozenset(host)
+        self._pin = pin_memory
         self._sets: list[dict[str, torch.Tensor] | None] = [None] * num_sets
         self._allocating = threading.Lock()
         self._reads: dict[int, torch.cuda.Event] = {}
 
     def bytes_of(self, slot: int) -> int:
         """Bytes of one set; 0 before its first use."""
-        return sum(t.numel() * t.element_size() for t in (self._sets[slot] or {}).values())
+        return sum(t.nbytes for t in (self._sets[slot] or {}).values())
+
+    @property
+    def tier_bytes(self) -> tuple[int, int]:
+        """Bytes allocated now (on the device, in `host`)."""
+        sizes = [(name in self._host, t.nbytes) for there in self._sets for name, t in (there or {}).items()]
+        return sum(size for is_host, size in sizes if not is_host), sum(size for is_host, size in sizes if is_host)
 
     def buffers(self, slot: int) -> dict[str, torch.Tensor]:
         """The flat tensors of a set. Any thread; at first use this allocates, which takes seconds where it is large.
@@ -76,12 +105,16 @@ class StagingMemory:
             raise self._no_room(error) from error
 
     def _no_room(self, error: RuntimeError) -> NoStagingRoom:
-        num_bytes = sum(spec.num_elements * torch_dtype(spec.dtype).itemsize for spec in self._specs.values())
-        where = "host memory" if self._device.type == "cpu" else f"memory of {self._device}"
+        num_bytes: Counter[str] = Counter()
+        for name, spec in self._specs.items():
+            device = self._device_of(name)
+            num_bytes["host memory" if device.type == "cpu" else f"memory of {device}"] += _bytes_of(spec)
+        needs = " and ".join(f"{count} bytes of {where}" for where, count in sorted(num_bytes.items()))
         why = (str(error).splitlines() or ["no reason given"])[0]
         return NoStagingRoom(
-            f"no room for staging: {num_bytes} bytes of {where}, one of {len(self._sets)} sets ({why}); set "
-            "megastream.settings.staging_sets lower, or leave this engine more memory"
+            f"no room for staging: {needs}, one of {len(self._sets)} sets ({why}); set "
+            "megastream.settings.staging_sets lower, bound it by megastream.settings.staging, or leave this engine "
+            "more memory"
         )
 
     def finish_writes(self) -> None:
@@ -96,13 +129,21 @@ class StagingMemory:
             event.record(torch.cuda.current_stream(self._device))
 
     def await_reads(self, slot: int) -> None:
-        """The current stream goes on once the set was read. Blocks nobody else."""
-        if (event := self._reads.get(slot)) is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+        """The current stream goes on once the set was read, and this thread too where it writes into host memory.
+        Blocks nobody else."""
+        if (event := self._reads.get(slot)) is None:
+            return
+        torch.cuda.current_stream(self._device).wait_event(event)
+        if self._host:
+            event.synchronize()
+
+    def _device_of(self, name: str) -> torch.device:
+        return torch.device("cpu") if name in self._host else self._device
 
     def _allocate(self, name: str) -> torch.Tensor:
-        spec = self._specs[name]
-        flat = torch.zeros(spec.num_elements, dtype=torch_dtype(spec.dtype), pin_memory=self._pin, device=self._device)
+        spec, device = self._specs[name], self._device_of(name)
+        pin = self._pin and device.type == "cpu"
+        flat = torch.zeros(spec.num_elements, dtype=torch_dtype(spec.dtype), pin_memory=pin, device=device)
         if flat.is_floating_point():
             for copy in self._copies[name]:
                 target_region(flat, copy).fill_(float("nan"))

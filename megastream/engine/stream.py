@@ -15,7 +15,7 @@ from megastream.engine.contract import ENGINE_ERRORS, CommitRequest, LiveModel
 from megastream.engine.parts import Part, cut
 from megastream.engine.scatter import scatter, target_regions
 from megastream.engine.settings import EngineSettings
-from megastream.engine.staging import StagingMemory, copies_by_buffer
+from megastream.engine.staging import StagingMemory, copies_by_buffer, placement_of
 from megastream.layout.shard import RankLayout
 from megastream.plan.types import Plan
 from megastream.protocol.header import PieceHeader
@@ -56,7 +56,7 @@ class StreamSink:
         wait. `is_overlay`: the plan writes some tensors only, on some ranks none, and leaves the rest of their buffers
         as it is.
 
-        ProtocolError when the plan cannot be cut for the gate.
+        ProtocolError when the plan cannot be cut for the gate, or the budget for staging is too small.
         """
         self._plan, self._live, self._settings = plan, live, settings
         self._sealed, self._units_sealed = sealed, units_sealed
@@ -64,6 +64,9 @@ class StreamSink:
         self.units = frozenset(piece.unit for piece in self._pieces)
         """Units of which this rank holds a part."""
         self._copies = copies_by_buffer(self._pieces)
+        self.placement = placement_of(self._pieces, layout, settings)
+        self._host = frozenset(buffer for bundle in self.placement.host for buffer in bundle.buffers)
+        """Buffers of which nothing is prepared: they are written from host memory, inside the commit."""
         self._table = StagingTable(terms, plan, layout.rank, settings.staging_sets)
         self._memory = StagingMemory(
             layout,
@@ -71,6 +74,7 @@ class StreamSink:
             settings.staging_sets,
             pin_memory=settings.pin_memory,
             device=settings.staging_device,
+            host=self._host,
         )
         self._regions: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Where pieces go, by staging set and piece: a set stays where it is."""
@@ -86,6 +90,11 @@ class StreamSink:
         with self._changed:
             used = set(range(self._settings.staging_sets)).difference(self._table.free_slots)
             return sum(map(self._memory.bytes_of, used))
+
+    @property
+    def tier_bytes(self) -> tuple[int, int]:
+        """Staging that is allocated: bytes on the device, and in host memory. Any thread."""
+        return self._memory.tier_bytes
 
     def choose(self, gate: Gate) -> None:
         """Another gate, for versions of which nothing has arrived. ProtocolError when the plan cannot be cut for it."""
@@ -156,7 +165,8 @@ class StreamSink:
 
     def _prepare(self, key: Key, staged: _Staged, index: int, buffers: Mapping[str, torch.Tensor]) -> None:
         begin, part = time.monotonic(), staged.parts[index]
-        prepared = self._live.prepare({name: buffers[name] for name in part.buffers}, part.ranges)
+        on_device = {name: buffers[name] for name in part.buffers if name not in self._host}
+        prepared = self._live.prepare(on_device, part.ranges)
         with self._changed:
             staged.prepared[index] = prepared
             staged.prepare_s += time.monotonic() - begin
@@ -193,16 +203,16 @@ class StreamSink:
             if not wanted:  # others hold all of it
                 self._forget_behind(request)
                 return ""
-            prepared, error = self._chosen(key, request.units)
+            chosen, error = self._chosen(key, request.units)
             if not error and not self._table.hold(key):
                 error = f"version {key.version}, attempt {key.attempt} has left staging"
             if error:
                 return error
             slot = self._table.slot_of(key)
         try:
-            error = self._write_live(prepared)
+            error = self._write_live(chosen, slot)
             if error:  # absolute values from pinned staging: repeating is safe, whatever the first try left behind
-                error = self._write_live(prepared)
+                error = self._write_live(chosen, slot)
         finally:
             self._memory.reads(slot)
             with self._changed:
@@ -215,8 +225,8 @@ class StreamSink:
         if request.mix is None:
             self._forget(request.version)
 
-    def _chosen(self, key: Key, units: tuple[str, ...] | None) -> tuple[list[Any], str]:
-        """What was prepared of these units (of all), or why it cannot be committed."""
+    def _chosen(self, key: Key, units: tuple[str, ...] | None) -> tuple[list[tuple[Part, Any]], str]:
+        """The parts of these units (of all) with what was prepared of them, or why they cannot be committed."""
         what = f"version {key.version}, attempt {key.attempt}"
         staged = self._staged.get(key)
         if staged is None:
@@ -229,7 +239,7 @@ class StreamSink:
                 return [], f"{what} is not prepared here: units {', '.join(sorted(part.units)[:5])} are missing"
             if units is not None and not part.units.issubset(units):
                 return [], f"{what} has units {', '.join(sorted(part.units)[:5])} prepared together, not one by one"
-        return [staged.prepared[index] for index in chosen], ""
+        return [(staged.parts[index], staged.prepared[index]) for index in chosen], ""
 
     def compare(self, key: Key) -> Comparison:
         """The comparison of a staged version with the live bytes, to be stepped on the worker's thread."""
@@ -255,9 +265,13 @@ class StreamSink:
         there = self._table.staged
         self._staged = {key: staged for key, staged in self._staged.items() if key in there}
 
-    def _write_live(self, prepared: list[Any]) -> str:
+    def _write_live(self, chosen: list[tuple[Part, Any]], slot: int) -> str:
+        buffers = self._memory.buffers(slot)
         try:
-            self._live.commit(*prepared)
+            self._live.commit(*(prepared for _, prepared in chosen))
+            for part, _ in chosen if self._host else ():
+                on_host = {name: buffers[name] for name in part.buffers if name in self._host}
+                self._live.write_live(on_host, part.ranges)
         except ENGINE_ERRORS as error:
             return f"{type(error).__name__}: {error}"
         return ""

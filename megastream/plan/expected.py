@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -24,7 +25,8 @@ FORMULAS = {
     "pipelined": "max(step + wire / buckets, step / buckets + wire)",
     "speculative": "max((step + wire) / buckets, step / buckets + wire - backward); a clipped step adds pipelined",
     "early": "as speculative, without clipping",
-    "commit": "2 x the largest engine rank's bytes / memory rate: read and written once",
+    "commit": "slowest engine rank: 2 x its bytes that wait on the device / memory rate (read and written once) + "
+    "those in host memory / host rate",
     "version": "policy + commit; the engine stands still for the commit",
     "pause": "whole-model way: step + full tensors / lane rate + tensors of a rank x load_tensor_s + pause_s; the "
     "engine stands still for all of it but the step",
@@ -90,8 +92,10 @@ def load_of(both: Tables, is_expert: Sequence[bool], active: float) -> Load:
     )
 
 
-def expect(cost: PlanCost, load: Load, hardware: Hardware) -> Expected:
-    """The formulas above, in numbers."""
+def expect(
+    cost: PlanCost, load: Load, hardware: Hardware, host_bytes: Mapping[int, int] = MappingProxyType({})
+) -> Expected:
+    """The formulas above, in numbers. `host_bytes`: those of a version that wait in host memory, by engine rank."""
     lane, memory = hardware.lane_bytes_per_s.value, hardware.memory_bytes_per_s.value
     sides = (cost.by_source, cost.pieces_by_source), (cost.by_target, cost.pieces_by_target)
     wire = max(
@@ -100,7 +104,11 @@ def expect(cost: PlanCost, load: Load, hardware: Hardware) -> Expected:
     step = STATE_BYTES * load.step_parameters / memory + load.gather_bytes / lane
     flops = hardware.peak_flops_per_s.value * hardware.utilization.value
     backward = 4 * load.active_parameters * hardware.microbatch_tokens.value / flops
-    commit = 2 * max(cost.by_target.values()) / memory
+    host = {rank: min(host_bytes.get(rank, 0), num) for rank, num in cost.by_target.items()}
+    commit = max(
+        2 * (num - host[rank]) / memory + host[rank] / hardware.host_bytes_per_s.value
+        for rank, num in cost.by_target.items()
+    )
     n = load.buckets
     streamed = max((step + wire) / n, step / n + wire - backward)
     sent = {

@@ -24,6 +24,8 @@ class Hardware:
     """Fixed time of one message, on the rank that sends or receives it."""
     memory_bytes_per_s: Sourced
     """Device memory, read and written bytes added."""
+    host_bytes_per_s: Sourced
+    """From page-locked host memory to the device."""
     peak_flops_per_s: Sourced
     utilization: Sourced
     """Part of the peak that a backward reaches."""
@@ -42,6 +44,9 @@ _TENSOR = Sourced(
 )
 _PAUSE = Sourced(0.02, "read in vLLM 0.26.0: pause_generation sleeps 20 ms")
 _FLOPS = Sourced(989.4e12, "NVIDIA H100 and H200 SXM data sheets: bf16 without sparsity")
+_HOST = Sourced(
+    64e9 * 0.85, "NVIDIA H100 and H200 SXM data sheets: PCIe Gen5, 128 GB/s both ways; 85 % of one way assumed"
+)
 _PIECE = Sourced(
     100e-6,
     "measured: ipc lane between two H200, packed, 16 MiB: 149 us a piece, 46 of them for its bytes; work of hosts, "
@@ -62,6 +67,7 @@ PROFILES: dict[str, Hardware] = {
             ),
             piece_s=_PIECE,
             memory_bytes_per_s=Sourced(3.35e12 * 0.88, "NVIDIA H100 SXM data sheet: 3.35 TB/s; 88 % as on an H200"),
+            host_bytes_per_s=_HOST,
             peak_flops_per_s=_FLOPS,
             utilization=_UTILIZATION,
             microbatch_tokens=_TOKENS,
@@ -73,6 +79,7 @@ PROFILES: dict[str, Hardware] = {
             lane_bytes_per_s=Sourced(368e9, "measured: NCCL 2.28.9 send and receive of 1 GiB between two H200"),
             piece_s=_PIECE,
             memory_bytes_per_s=Sourced(4.25e12, "measured: device-to-device copy on an H200, read and write"),
+            host_bytes_per_s=_HOST,
             peak_flops_per_s=_FLOPS,
             utilization=_UTILIZATION,
             microbatch_tokens=_TOKENS,

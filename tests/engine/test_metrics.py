@@ -44,7 +44,7 @@ def work() -> None:
     """A worker's process: it has no page of its own."""
     compat_metrics._own = None
     compat_metrics.share_page()
-    Figures().write_rank(1, 7, 4096, 512)
+    Figures().write_rank(1, 7, 4096, 512, 1024, 2048, 3)
 
 
 @pytest.mark.usefixtures("page")
@@ -67,6 +67,9 @@ def test_what_core_and_workers_write_is_shown_by_the_process_that_started_them()
         "committed_version": 7,
         "received_bytes_total": 4096,
         "staging_bytes": 512,
+        "staging_device_bytes": 1024,
+        "staging_host_bytes": 2048,
+        "staging_kv_blocks": 3,
     }
     assert found['megastream_staged_version{rank="0"}'] == -1
 

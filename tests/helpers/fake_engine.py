@@ -61,6 +61,9 @@ class FakeLive:
         for live, new in (pair for pairs in prepared for pair in pairs):
             live.copy_(new)
 
+    def write_live(self, staging: Mapping[str, torch.Tensor], ranges: Mapping[str, Ranges] = NO_RANGES) -> None:
+        self.commit(FakeLive.prepare(self, staging, ranges))
+
     def expert_use(self) -> Mapping[int, Sequence[float]]:
         return self.use
 

@@ -114,6 +114,31 @@ def test_the_report_names_the_busiest_and_what_staging_takes() -> None:
     assert report["expected"] is None and report["refused"] == []
 
 
+def test_a_budget_for_staging_says_what_waits_where_and_what_does_not_fit() -> None:
+    layouts = ("--model", "tiny-qwen3-moe", "--trainer", "pp2 ep2", "--engine", "pp2", "--hardware", "h200-nvlink")
+    plain = as_json(*layouts)
+    assert plain["staging"] is None
+    full = as_json(*layouts, "--staging-device-bytes", str(1 << 40))
+    assert full["expected"] == plain["expected"] and full["digest"] == plain["digest"]
+    none = as_json(*layouts, "--staging-device-bytes", "0")
+    whole = {rank: each["device_bytes"] for rank, each in full["staging"]["ranks"].items()}
+    assert whole == {rank: each["host_bytes"] for rank, each in none["staging"]["ranks"].items()}
+    stall = {each["finality"]: each["stall_s"] for each in none["expected"]["updates"] if each["gate"] == "version"}
+    host_rate = PROFILES["h200-nvlink"].host_bytes_per_s.value
+    assert stall["pipelined"] == pytest.approx(max(plain["engine"]["bytes"].values()) / host_rate)
+    half = as_json(*layouts, "--staging-device-bytes", str(max(whole.values()) // 2), "--staging-sets", "1")
+    for rank, each in half["staging"]["ranks"].items():
+        assert each["device_bytes"] <= max(whole.values()) // 2 and each["short_bytes"] == 0
+        assert each["device_bytes"] + each["host_bytes"] == whole[rank] // 2, "one set takes half of two"
+    told = run(*layouts, "--staging-device-bytes", "1000", "--staging-host-bytes", "2000")
+    words = " ".join(told.split())
+    assert re.search(r"most staging of a rank in host memory 2 versions, \d", words)
+    assert re.search(r"refused engine rank 0: staging is \d+ bytes short: 2 sets", words)
+    assert "refused likewise 1 more engine ranks" in words and "peak staging" not in words
+    wrong = run(*layouts, "--staging-host-bytes", "-1", code=2)
+    assert "staging.host_bytes must be a whole number of bytes" in wrong and wrong.count("\n") == 1
+
+
 def test_what_is_not_streamed_is_named() -> None:
     plain = load_shape(config())
     assert refused(plain) == ()

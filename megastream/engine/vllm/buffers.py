@@ -54,6 +54,10 @@ class LiveBuffer(ABC):
     def prepare(self, new: torch.Tensor, rows: slice = ALL) -> Prepared:
         """Everything slow, so that a commit only copies and swaps. `new` has `shape`, of which `rows` become live."""
 
+    def write(self, new: torch.Tensor, rows: slice = ALL) -> None:
+        """Makes `rows` of `new` live at once; what it needs beside them is gone when it returns."""
+        apply(self.prepare(new, rows))
+
 
 class Plain(LiveBuffer):
     """Live in the loader's layout: all of CUDA with Triton experts; on CPU the embedding and the norms."""
@@ -71,6 +75,10 @@ class Plain(LiveBuffer):
             on_device = new.to(live.device, non_blocking=True)
         stream.synchronize()
         return Prepared(copies=((live, on_device),))
+
+    def write(self, new: torch.Tensor, rows: slice = ALL) -> None:
+        """From page-locked memory a GPU fetches the bytes on its own, in the order of the current stream."""
+        self.parameter.data[rows].copy_(new[rows], non_blocking=True)
 
 
 class PackedLinear(LiveBuffer):

@@ -245,6 +245,18 @@ def padded_rows(module: torch.nn.Module) -> int:
     return int(shard.num_elements_padded - shard.num_org_elements - shard.num_added_elements)
 
 
+def kv_block_bytes(vllm_config: Any) -> int:
+    """Bytes of one KV block on this rank, all of its layers together; 0 before the cache is there."""
+    num_blocks = int(vllm_config.cache_config.num_gpu_blocks or 0)
+    held: dict[int, int] = {}  # layers can share memory
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        caches = getattr(layer, "kv_cache", None)
+        for cache in caches if isinstance(caches, list | tuple) else (caches,):
+            if isinstance(cache, torch.Tensor):
+                held[cache.untyped_storage().data_ptr()] = cache.untyped_storage().nbytes()
+    return sum(held.values()) // num_blocks if num_blocks else 0
+
+
 def returns_experts(vllm_config: Any) -> bool:
     """True when requests are told which experts they were routed to, for which vLLM watches the routers."""
     return bool(getattr(vllm_config.model_config, "enable_return_routed_experts", False))

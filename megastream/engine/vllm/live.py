@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -99,18 +99,24 @@ class VllmLiveModel:
         return self._buffer(buffer).read()
 
     def prepare(self, staging: Mapping[str, torch.Tensor], ranges: Mapping[str, Ranges] = NO_RANGES) -> Prepared:
-        parts = []
-        for name, flat in staging.items():
-            buffer = self._buffer(name)
-            new = flat.view(buffer.shape)
-            if name in ranges:
-                parts += [buffer.prepare(new, _rows(buffer, *extent)) for extent in ranges[name]]
-            else:
-                parts.append(buffer.prepare(new))
-        return live_buffers.merge(parts)
+        return live_buffers.merge(buffer.prepare(new, rows) for buffer, new, rows in self._in_rows(staging, ranges))
 
     def commit(self, *prepared: Prepared) -> None:
         live_buffers.apply(live_buffers.merge(prepared))
+
+    def write_live(self, staging: Mapping[str, torch.Tensor], ranges: Mapping[str, Ranges] = NO_RANGES) -> None:
+        for buffer, new, rows in self._in_rows(staging, ranges):
+            buffer.write(new, rows)
+
+    def _in_rows(
+        self, staging: Mapping[str, torch.Tensor], ranges: Mapping[str, Ranges]
+    ) -> Iterator[tuple[LiveBuffer, torch.Tensor, slice]]:
+        """Each buffer with its new values in its shape, and the rows that become live."""
+        for name, flat in staging.items():
+            buffer = self._buffer(name)
+            new = flat.view(buffer.shape)
+            for rows in [_rows(buffer, *extent) for extent in ranges[name]] if name in ranges else [live_buffers.ALL]:
+                yield buffer, new, rows
 
     def count_experts(self, device: torch.device) -> None:
         """Counts how often experts are chosen from here on; before graphs are captured. LiveModelError says why not."""

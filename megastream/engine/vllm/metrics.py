@@ -33,6 +33,9 @@ RANK_METRICS = (
     Metric("committed_version", "gauge", "Version that this rank computes with."),
     Metric("received_bytes", "counter", "Bytes of pieces and headers from the trainer attached last."),
     Metric("staging_bytes", "gauge", "Staging that holds versions, or parts of them, which are not live."),
+    Metric("staging_device_bytes", "gauge", "Staging allocated on the device, in use or not; without prepared copies."),
+    Metric("staging_host_bytes", "gauge", "Staging allocated in host memory, in use or not."),
+    Metric("staging_kv_blocks", "gauge", "KV blocks that would fit in staging_device_bytes."),
 )
 _POISONED_COLUMN = 1 + [metric.name for metric in ENGINE_METRICS].index("poisoned")
 _WORKERS_COLUMN = 1 + [metric.name for metric in RANK_METRICS].index("committed_version")
@@ -55,9 +58,9 @@ class Figures:
         """What the engine core does, for whatever reason: not everything that poisons it is in the log."""
         self._write(-1, _POISONED_COLUMN, poisoned)
 
-    def write_rank(self, rank: int, committed_version: int, received_bytes: int, staging_bytes: int) -> None:
-        """What a worker knows."""
-        self._write(rank, _WORKERS_COLUMN, committed_version, received_bytes, staging_bytes)
+    def write_rank(self, rank: int, *values: int) -> None:
+        """What a worker knows: RANK_METRICS from `committed_version` on, as many of them as it knows."""
+        self._write(rank, _WORKERS_COLUMN, *values)
 
     def rows(self) -> dict[int, list[float]]:
         """Values by rank, of the rows in use; the engine's has rank -1."""
