@@ -156,7 +156,7 @@ class Running:
         return True
 
 
-def begin(raw: dict[str, Any], scratch: Path, num_ranks: int = 4) -> Running:
+def begin(raw: dict[str, Any], scratch: Path, num_ranks: int = 4, body: Callable[..., Any] = body) -> Running:
     """The same ranks as `run`, left to themselves; their results and logs lie in `scratch`, an empty folder."""
     scratch.mkdir()
     context = forked()
