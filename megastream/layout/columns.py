@@ -23,6 +23,8 @@ from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
 Ints = npt.NDArray[np.int64]
 ItemT = TypeVar("ItemT", bound=Hashable)
 
+MAX_KEY = 1 << 62
+
 
 class Numbered(Generic[ItemT]):
     """Numbers equal things equally, from 0 on, in the order in which they are first seen."""
@@ -50,9 +52,14 @@ def ints(numbers: Iterable[int]) -> Ints:
 
 def packed(*columns: Ints) -> Ints:
     """Rows of numbers, none negative, as one number each, in the rows' order: equal rows give equal ones."""
-    keys = np.zeros_like(columns[0])
+    keys, most = np.zeros_like(columns[0]), 1
     for column in columns:
-        keys = keys * (column.max(initial=0) + 1) + column
+        size = int(column.max(initial=0)) + 1
+        if most * size > MAX_KEY:
+            # Ranks among what is there stand for the numbers themselves.
+            keys, column = (np.unique(each, return_inverse=True)[1] for each in (keys, column))
+            most, size = (int(each.max(initial=0)) + 1 for each in (keys, column))
+        keys, most = keys * size + column, most * size
     return keys
 
 

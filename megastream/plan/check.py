@@ -6,29 +6,22 @@ What holds of numbers is asked of all shards at once; only the shard that breaks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 from math import prod
-from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from megastream.layout.box import Box
-from megastream.layout.columns import Ints
+from megastream.layout.columns import Ints, packed
 from megastream.layout.pack import item_bytes
-from megastream.layout.shard import RankLayout, Shard, Side, TensorSpec
-from megastream.plan.table import ShardTable, Tables, runs, tables
+from megastream.layout.shard import BufferSpec, RankLayout, Shard, Side, TensorSpec
+from megastream.plan.names import Names, check_names, join_names
+from megastream.plan.table import ShardTable, Tables, alike, runs, tables
 from megastream.plan.types import Transform
 from megastream.plan.unit import PlaceOf, stage_of
 
 # Casts at the source that keep a model's meaning: to the engine's narrower type, or to one that holds every value.
 CASTS = frozenset({("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"), ("float16", "float32")})
-
-MAX_ELEMENTS = 1 << 50
-"""Of a tensor; far above any there is, and low enough that no sum over a plan leaves 64 bits."""
-
-
-_SHAPE = attrgetter("shape")
 
 
 def check_layouts(
@@ -37,11 +30,12 @@ def check_layouts(
     """Both sides as columns. ValueError for the first thing wrong: ranks missing, tensors that only one side has,
     shapes that differ, shards given twice or outside their tensor or buffer, tensors that the engine ranks do not
     cover, and, but for an `overlay`, buffers that are not filled."""
-    specs: dict[str, TensorSpec] = {}
-    held = _check_side(trainer, "trainer", specs), _check_side(engine, "engine", specs)
-    _check_stages(trainer, place_of)
-    _check_names(*held)
-    both = tables(trainer, engine, held[1].values())
+    _check_ranks(trainer, "trainer")
+    _check_ranks(engine, "engine")
+    names = join_names((*trainer, *engine))
+    _check_stages(names, trainer, place_of)
+    check_names(names, trainer, engine)
+    both = tables(trainer, engine, names)
     _check_shards(both, both.source)
     _check_shards(both, both.target)
     _check_duplicates(both)
@@ -63,36 +57,19 @@ def transform_between(tensor: str, source: str, target: str) -> Transform:
     return "cast"
 
 
-def _check_side(layouts: Sequence[RankLayout], side: Side, specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors of one side; they join `specs`, those of both, and must not differ from what is there."""
+def _check_ranks(layouts: Sequence[RankLayout], side: Side) -> None:
+    """Every rank of the side describes itself once, and its buffers once."""
     ranks = [layout.rank for layout in layouts]
     world = layouts[0].world_size if layouts else 0
     if not layouts or sorted(ranks) != list(range(world)) or any(item.world_size != world for item in layouts):
         raise ValueError(f"{side} layouts are of ranks {sorted(ranks)} of {world}; every rank is needed exactly once")
-    held: dict[str, TensorSpec] = {}
-    seen: set[int] = set()
+    unique: dict[int, tuple[BufferSpec, ...]] = {}
     for layout in layouts:
         if layout.side != side:
             raise ValueError(f"layout of {layout.side} rank {layout.rank} was given as one of the {side}")
-        _check_unique_buffers(layout)
-        if id(layout.tensors) not in seen:
-            held.update(_join(layout, specs))
-        seen.add(id(layout.tensors))
-    for shape in {spec.shape for spec in held.values()}:
-        if prod(shape) > MAX_ELEMENTS:
-            name = next(spec.name for spec in held.values() if spec.shape == shape)
-            raise ValueError(f"{name}: shape {shape} is more than {MAX_ELEMENTS} elements")
-    return held
-
-
-def _join(layout: RankLayout, specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The layout's tensors as they are in `specs`, to which new ones are added."""
-    names = [spec.name for spec in layout.tensors]
-    known = list(map(specs.setdefault, names, layout.tensors))
-    if list(map(_SHAPE, known)) != list(map(_SHAPE, layout.tensors)):
-        one, other = next((a, b) for a, b in zip(layout.tensors, known, strict=True) if a.shape != b.shape)
-        raise ValueError(f"{one.name}: {layout.side} rank {layout.rank} says {one.shape}, another rank {other.shape}")
-    return dict(zip(names, known, strict=True))
+        if id(layout.buffers) not in unique:
+            _check_unique_buffers(layout)
+        unique[id(layout.buffers)] = layout.buffers
 
 
 def _check_unique_buffers(layout: RankLayout) -> None:
@@ -102,27 +79,32 @@ def _check_unique_buffers(layout: RankLayout) -> None:
         raise ValueError(f"{layout.side} rank {layout.rank} describes buffer {twice} twice")
 
 
-def _check_names(trainer: dict[str, TensorSpec], engine: dict[str, TensorSpec]) -> None:
-    for have, lack, sides in (
-        (engine, trainer, "engine, not the trainer"),
-        (trainer, engine, "trainer, not the engine"),
-    ):
-        if not have.keys() <= lack.keys():
-            names = [name for name in have if name not in lack]
-            raise ValueError(f"{len(names)} tensors are held by the {sides}: {', '.join(names[:5])}")
+def _check_stages(names: Names, trainer: Sequence[RankLayout], place_of: PlaceOf) -> None:
+    """A layer lives on one stage. Two stages claiming it means that names carry local layer indices."""
+    stages: dict[int, list[RankLayout]] = {}
+    for layout in trainer:
+        stages.setdefault(stage_of(layout), []).append(layout)
+    held = {stage: names.held(layouts) for stage, layouts in sorted(stages.items())}
+    for number in np.flatnonzero(np.sum(list(held.values()), axis=0) > 1).tolist():
+        name = names.tensors[number].name
+        if place_of(name).layer is not None:
+            one, other = [stage for stage, tensors in held.items() if tensors[number]][:2]
+            raise ValueError(
+                f"{name}: trainer stages {one} and {other} both hold it; parameter names must carry global layer indices"
+            )
 
 
 def _check_shards(both: Tables, side: ShardTable) -> None:
     """Every shard lies inside a described tensor and a described buffer."""
     geometry, dims = both.geometry, np.array([len(box.lo) for box in both.geometry.boxes], dtype=np.int64)
     step_dims = np.array([len(strides) for strides in geometry.strides], dtype=np.int64)
-    steps = geometry.steps[side.strides]
     # As floats, because numbers from a wire may leave 64 bits here; below 2**53 they are exact.
-    reach = (geometry.hi - geometry.lo - 1)[side.box].astype(float) * steps
-    last = side.offset + reach.sum(axis=1)
-    bad: npt.NDArray[np.bool_] = (side.tensor < 0) | (side.buffer < 0)
+    far, steps = (geometry.hi - geometry.lo - 1).astype(float), geometry.steps
+    last = side.offset + sum(far[dim][side.box] * steps[dim][side.strides] for dim in range(geometry.width))
+    bad: npt.NDArray[np.bool_] = (side.tensor < 0) | (side.buffer < 0) | (steps.min(axis=0)[side.strides] < 1)
     bad |= (dims[side.box] != both.num_dims[side.tensor]) | (step_dims[side.strides] != dims[side.box])
-    bad |= (geometry.hi[side.box] > both.shape[side.tensor]).any(axis=1) | (steps < 1).any(axis=1)
+    for hi, size in zip(geometry.hi, both.shape, strict=True):
+        bad |= hi[side.box] > size[side.tensor]
     bad |= (side.offset < 0) | (last >= side.buffer_size[side.buffer])
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
@@ -152,7 +134,7 @@ def _fault(shard: Shard, layout: RankLayout, spec: TensorSpec | None) -> str:
 
 def _check_duplicates(both: Tables) -> None:
     side = both.source
-    keys = (side.rank * len(both.tensors) + side.tensor) * len(both.geometry.boxes) + side.box
+    keys = packed(side.rank, side.tensor, side.box)
     order = np.argsort(keys, kind="stable")
     twice = np.flatnonzero(keys[order][1:] == keys[order][:-1])
     if len(twice):
@@ -163,42 +145,24 @@ def _check_duplicates(both: Tables) -> None:
         )
 
 
-def _check_stages(trainer: Sequence[RankLayout], place_of: PlaceOf) -> None:
-    """A layer lives on one stage. Two stages claiming it means that names carry local layer indices."""
-    held: dict[int, dict[str, None]] = {}
-    for stage, tensors in {(stage_of(layout), id(layout.tensors)): layout.tensors for layout in trainer}.items():
-        held.setdefault(stage[0], {}).update(dict.fromkeys([spec.name for spec in tensors]))
-    for (one, names), (other, others) in combinations(sorted(held.items()), 2):
-        for name in names.keys() & others.keys():
-            if place_of(name).layer is not None:
-                first = next(each for each in names if each in others and place_of(each).layer is not None)
-                raise ValueError(
-                    f"{first}: trainer stages {one} and {other} both hold it; "
-                    "parameter names must carry global layer indices"
-                )
-
-
 def _check_overlaps(both: Tables) -> None:
     """Shards lie in an engine buffer without overlap."""
     side, geometry = both.target, both.geometry
-    extents = geometry.hi - geometry.lo
     order = np.lexsort((side.offset, side.buffer))
-    last = side.offset + ((extents - 1)[side.box] * geometry.steps[side.strides]).sum(axis=1)
+    last = side.offset + geometry.reach(side.box, side.strides)
     # Where each shard ends before the next one begins nothing can overlap.
     same = side.buffer[order][:-1] == side.buffer[order][1:]
     mixed = np.flatnonzero(same & (last[order][:-1] >= side.offset[order][1:]))
     order = order[np.isin(side.buffer[order], side.buffer[order[mixed]])]
-    shape = np.concatenate((side.offset[:, None], extents[side.box], geometry.steps[side.strides]), axis=1)
-    fine: set[bytes] = set()  # ways to lie in a buffer that are known to be without overlap
-    for start, length in zip(*map(np.ndarray.tolist, runs(side.buffer[order])), strict=True):
-        rows = order[start : start + length]
-        if (key := shape[rows].tobytes()) in fine:
-            continue
-        clash = overlap([side.shard(row) for row in rows.tolist()])
+    start, length = runs(side.buffer[order])
+    # Buffers in which shards lie alike are looked at once.
+    extent = packed(*(geometry.hi - geometry.lo))[side.box]
+    _, first = alike(packed(side.offset, extent, side.strides)[order], start, length)
+    for at in first.tolist():
+        clash = overlap([side.shard(row) for row in order[start[at] : start[at] + length[at]].tolist()])
         if clash is not None:
             where = f"{clash[0].buffer} on engine rank {clash[0].rank}"
             raise ValueError(f"{where}: the shard of {clash[1].tensor} overlaps that of {clash[0].tensor}")
-        fine.add(key)
 
 
 def _check_filled(both: Tables, place_of: PlaceOf) -> None:
@@ -241,21 +205,20 @@ def _check_engine_covers(both: Tables) -> None:
     side, num_boxes = both.target, len(both.geometry.boxes)
     keys = np.unique(side.tensor * num_boxes + side.box)
     tensors, boxes = keys // num_boxes, keys % num_boxes
-    missing: dict[tuple[tuple[int, ...], bytes], int] = {}
-    held = np.bincount(tensors, minlength=len(both.tensors)) > 0
+    held, whole = np.zeros((2, len(both.tensors)), dtype=bool)
+    held[tensors] = True
     # A shard lies inside its tensor: one of its size is all of it.
-    whole = np.zeros(len(both.tensors), dtype=bool)
-    whole[tensors[both.geometry.volume[boxes] == both.shape.prod(axis=1)[tensors]]] = True
-    keys = keys[~whole[tensors]]
-    tensors, boxes = keys // num_boxes, keys % num_boxes
-    for start, length in zip(*map(np.ndarray.tolist, runs(tensors)), strict=True):
-        spec = both.tensors[tensors[start]]
-        cut = spec.shape, boxes[start : start + length].tobytes()
-        if cut not in missing:
-            missing[cut] = _uncovered(spec.shape, [both.geometry.boxes[box] for box in boxes[start : start + length]])
-        if missing[cut]:
-            _refuse_hole(spec, missing[cut])
-    for number in np.flatnonzero(~held).tolist():
+    whole[tensors[both.geometry.volume[boxes] == both.shape.prod(axis=0)[tensors]]] = True
+    tensors, boxes = tensors[~whole[tensors]], boxes[~whole[tensors]]
+    start, length = runs(tensors)
+    cut, _ = alike(boxes, start, length)
+    _, first = np.unique(packed(cut, *both.shape[:, tensors[start]]), return_index=True)
+    for at in np.sort(first).tolist():
+        spec, cuts = both.tensors[tensors[start[at]]], boxes[start[at] : start[at] + length[at]].tolist()
+        missing = _uncovered(spec.shape, [both.geometry.boxes[box] for box in cuts])
+        if missing:
+            _refuse_hole(spec, missing)
+    for number in np.flatnonzero(~held)[:1].tolist():
         _refuse_hole(both.tensors[number], prod(both.tensors[number].shape))
 
 

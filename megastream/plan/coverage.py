@@ -13,10 +13,11 @@ from operator import attrgetter
 import numpy as np
 
 from megastream.layout.box import Box
-from megastream.layout.columns import Ints, expand
+from megastream.layout.columns import Ints, expand, packed
 from megastream.layout.shard import RankLayout, Shard, Side
+from megastream.plan.names import join_names
 from megastream.plan.pieces import PieceTable, piece_table
-from megastream.plan.table import ShardTable, Tables, runs, tables
+from megastream.plan.table import ShardTable, Tables, alike, padded, runs, tables
 from megastream.plan.types import Piece
 
 
@@ -26,10 +27,8 @@ class CoverageError(ValueError):
 
 def prove_coverage(pieces: Iterable[Piece], trainer: Sequence[RankLayout], engine: Sequence[RankLayout]) -> None:
     """`prove` for pieces that are listed one by one."""
-    specs = {spec.name: spec for layout in (*trainer, *engine) for spec in layout.tensors}
-    by_rank = attrgetter("rank")
-    both = tables(sorted(trainer, key=by_rank), sorted(engine, key=by_rank), specs.values())
-    prove(piece_table(pieces, both))
+    trainer, engine = (sorted(layouts, key=attrgetter("rank")) for layouts in (trainer, engine))
+    prove(piece_table(pieces, tables(trainer, engine, join_names((*trainer, *engine)))))
 
 
 def prove(pieces: PieceTable, own: tuple[Side, int] | None = None) -> None:
@@ -37,20 +36,21 @@ def prove(pieces: PieceTable, own: tuple[Side, int] | None = None) -> None:
     receives, is looked at; that its shards are written once can be told on the receiving side alone."""
     both, (piece, row) = pieces.tables, _copies_of(pieces, own)
     tensor, shape, *ends = (column[row] for column in pieces.copies.columns)
-    source, source_lo = _locate(both, both.source, pieces.buffer[piece], tensor, shape, *ends[:2])
+    extent = padded(pieces.copies.shapes, both.geometry.width, 1).take(shape, axis=1)
+    source, source_lo = _locate(both, both.source, pieces.buffer[piece], tensor, extent, *ends[:2])
     target_buffer = ends[2]
-    target, target_lo = _locate(both, both.target, target_buffer, tensor, shape, *ends[3:])
-    target = np.where(both.target.buffer_rank[target_buffer] == pieces.target[piece], target, -1)
-    wrong = (source < 0) | (target < 0) | (source_lo != target_lo).any(axis=1)
+    target, target_lo = _locate(both, both.target, target_buffer, tensor, extent, *ends[3:])
+    target[both.target.buffer_rank[target_buffer] != pieces.target[piece]] = -1
+    wrong = (source < 0) | (target < 0) | (source_lo != target_lo).any(axis=0)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
-        shards, corners = (int(source[at]), int(target[at])), (source_lo[at], target_lo[at])
+        shards, corners = (int(source[at]), int(target[at])), (source_lo[:, at], target_lo[:, at])
         _refuse(pieces, int(row[at]), int(piece[at]), shards, corners)
     if own is None:
-        _check_exactly_once(both, target, target_lo, target_lo + shape, np.arange(len(both.target)))
+        _check_exactly_once(both, target, target_lo, target_lo + extent, np.arange(len(both.target)))
     elif own[0] == "engine":
         shards_of_rank = np.flatnonzero(both.target.rank == own[1])
-        _check_exactly_once(both, target, target_lo, target_lo + shape, shards_of_rank)
+        _check_exactly_once(both, target, target_lo, target_lo + extent, shards_of_rank)
 
 
 def _copies_of(pieces: PieceTable, own: tuple[Side, int] | None) -> tuple[Ints, Ints]:
@@ -64,7 +64,7 @@ def _copies_of(pieces: PieceTable, own: tuple[Side, int] | None) -> tuple[Ints, 
 
 
 def _locate(
-    both: Tables, side: ShardTable, buffer: Ints, tensor: Ints, shape: Ints, offset: Ints, strides: Ints
+    both: Tables, side: ShardTable, buffer: Ints, tensor: Ints, extent: Ints, offset: Ints, strides: Ints
 ) -> tuple[Ints, Ints]:
     """The shard that holds each copy on one side (-1: none), and the tensor coordinates of its first element.
 
@@ -77,43 +77,46 @@ def _locate(
     order = order[np.lexsort((side.offset[order], side.buffer[order] * num_tensors + side.tensor[order]))]
     place = (side.buffer * num_tensors + side.tensor)[order]
     wanted = np.where((buffer < 0) | (tensor < 0), -1, buffer * num_tensors + tensor)
-    start = np.searchsorted(place, wanted)
-    # The last shard of the place that begins at or before the copy: offsets count within places.
+    # Places by number; the last shard of a copy's place that begins at or before it.
+    first, _ = runs(place)
+    ordinal = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(place))))
+    number = np.searchsorted(place[first], wanted)
+    known = place[first].take(number, mode="clip") == wanted if len(first) else np.zeros(len(wanted), dtype=bool)
     base = int(max(side.offset.max(initial=0), offset.max(initial=0))) + 2
-    ordinal = np.cumsum(np.append(0, place[1:] != place[:-1])) if len(place) else place
-    known = np.where((start < len(place)) & (place[np.minimum(start, len(place) - 1)] == wanted), start, -1)
-    rank = np.where(known >= 0, ordinal[known], -1)
-    at = np.searchsorted(ordinal * base + side.offset[order], rank * base + offset, side="right") - 1
-    found, lo = np.full(len(wanted), -1, dtype=np.int64), np.zeros_like(shape)
-    open_rows = np.flatnonzero((known >= 0) & (at >= known))
+    at = np.searchsorted(ordinal * base + side.offset[order], number * base + offset, side="right") - 1
+    begin = np.where(known, first.take(number, mode="clip"), len(order)) if len(first) else np.zeros_like(at)
+    found, lo = np.full(len(wanted), -1, dtype=np.int64), np.zeros_like(extent)
+    open_rows = np.flatnonzero(known & (at >= begin))
     while len(open_rows):
         rows = order[at[open_rows]]
-        coordinates, fits = _coordinates(both, side, rows, offset[open_rows], shape[open_rows])
+        coordinates, fits = _coordinates(both, side, rows, offset[open_rows], extent[:, open_rows])
         fits &= strides[open_rows] == side.strides[rows]
         hits = open_rows[fits]
-        found[hits], lo[hits] = rows[fits], coordinates[fits]
-        at[open_rows] -= 1
+        found[hits], lo[:, hits] = rows[fits], coordinates[:, fits]
         open_rows = open_rows[~fits]
-        open_rows = open_rows[at[open_rows] >= known[open_rows]]
+        at[open_rows] -= 1
+        open_rows = open_rows[at[open_rows] >= begin[open_rows]]
     return found, lo
 
 
-def _coordinates(both: Tables, side: ShardTable, rows: Ints, offset: Ints, shape: Ints) -> tuple[Ints, Ints]:
-    """Tensor coordinates of a buffer element in each shard, and whether a copy of `shape` from there lies in it."""
-    geometry = both.geometry
-    steps, lo, hi = (
-        part for part in (geometry.steps[side.strides[rows]], geometry.lo[side.box[rows]], geometry.hi[side.box[rows]])
-    )
-    extent = hi - lo
+def _coordinates(both: Tables, side: ShardTable, rows: Ints, offset: Ints, extent: Ints) -> tuple[Ints, Ints]:
+    """Tensor coordinates of a buffer element in each shard, and whether a copy of `extent` from there lies in it."""
+    geometry, num_strides = both.geometry, len(both.geometry.strides)
+    keys = side.box[rows] * num_strides + side.strides[rows]
+    kinds = np.unique(keys)
+    kind = np.searchsorted(kinds, keys)
+    box, steps = kinds // num_strides, geometry.steps[:, kinds % num_strides]
+    lo, room = geometry.lo[:, box], (geometry.hi - geometry.lo)[:, box]
     # The longest stride first; of equal ones that of a dim with more than one element.
-    order = np.lexsort((-extent, -steps), axis=1)
-    rest, place = offset - side.offset[rows], np.zeros_like(lo)
-    index = np.arange(len(rows))
-    for position in range(order.shape[1]):
-        dim = order[:, position]
-        place[index, dim], rest = np.divmod(rest, steps[index, dim])
-    fits = (rest == 0) & (place >= 0).all(axis=1) & (place + shape <= extent).all(axis=1)
-    return lo + place, fits
+    order = np.lexsort((-room, -steps), axis=0)
+    steps = np.take_along_axis(steps, order, axis=0)
+    rest, place, index = offset - side.offset[rows], np.zeros_like(extent), np.arange(len(rows))
+    for dims, step in zip(order, steps, strict=True):
+        place[dims[kind], index], rest = np.divmod(rest, step[kind])
+    fits = rest == 0
+    for at, size, most in zip(place, extent, room, strict=True):
+        fits &= (at >= 0) & (at + size <= most[kind])
+    return place + lo.take(kind, axis=1), fits
 
 
 def _refuse(pieces: PieceTable, row: int, seq: int, shards: tuple[int, int], corners: tuple[Ints, Ints]) -> None:
@@ -139,28 +142,27 @@ def _refuse(pieces: PieceTable, row: int, seq: int, shards: tuple[int, int], cor
 def _check_exactly_once(both: Tables, shard: Ints, lo: Ints, hi: Ints, shards: Ints) -> None:
     """Disjoint boxes inside each of the `shards` whose volumes add up to it cover it exactly once."""
     side, size = both.target, both.geometry.volume[both.target.box]
-    order = np.lexsort((*lo.T[::-1], shard))
+    order = np.argsort(packed(shard, *lo), kind="stable")
     start, length = runs(shard[order])
-    boxes = np.concatenate((lo, hi), axis=1)[order]
-    fine: set[bytes] = set()
-    for begin, count in zip(start[length > 1].tolist(), length[length > 1].tolist(), strict=True):
-        key = boxes[begin : begin + count].tobytes()
-        if key not in fine:
-            _check_disjoint(side.shard(int(shard[order[begin]])), boxes[begin : begin + count])
-            fine.add(key)
-    written = np.bincount(shard, (hi - lo).prod(axis=1), len(side)).astype(np.int64)
+    several = np.flatnonzero(length > 1)
+    # Shards to which the same boxes are written are looked at once.
+    _, first = alike(packed(*lo, *hi)[order], start[several], length[several])
+    for at in several[first].tolist():
+        rows = order[start[at] : start[at] + length[at]]
+        _check_disjoint(side.shard(int(shard[rows[0]])), lo[:, rows], hi[:, rows])
+    written = np.bincount(shard, (hi - lo).prod(axis=0), len(side)).astype(np.int64)
     for row in shards[written[shards] != size[shards]][:1].tolist():
         missed = side.shard(row)
         where = f"{missed.tensor}: {missed.buffer} on engine rank {missed.rank}"
         raise CoverageError(f"{where} gets {written[row]} of {size[row]} elements")
 
 
-def _check_disjoint(shard: Shard, corners: Ints) -> None:
+def _check_disjoint(shard: Shard, lo: Ints, hi: Ints) -> None:
+    """Boxes whose lower corners ascend share no element."""
     where = f"{shard.tensor}: {shard.buffer} on engine rank {shard.rank}"
-    width = corners.shape[1] // 2
     open_boxes: list[Box] = []
-    for row in corners.tolist():
-        box = Box(tuple(row[:width]), tuple(row[width:]))
+    for corners in zip(lo.T.tolist(), hi.T.tolist(), strict=True):
+        box = Box(*map(tuple, corners))
         open_boxes = [other for other in open_boxes if other.hi[0] > box.lo[0]]
         for other in open_boxes:
             common = box.intersect(other)

@@ -24,11 +24,12 @@ def plan_digest(pieces: PieceTable, options: dict[str, str | int]) -> str:
     """
     digest, both = xxhash.xxh3_128(), pieces.tables
     digest.update(_encoder.encode((RULES_VERSION, options)))
-    digest.update(_encoder.encode([(spec.name, spec.shape) for spec in both.tensors]))
+    digest.update(_encoder.encode([spec.name for spec in both.tensors]))
+    _add(digest, (both.shape, both.num_dims))
     _add_geometry(digest, both.geometry)
     for side in (both.source, both.target):
         _add_side(digest, side)
-    digest.update(_encoder.encode((pieces.units, pieces.dtypes)))
+    digest.update(_encoder.encode((pieces.units, pieces.dtypes, pieces.copies.shapes)))
     _add(digest, pieces.columns)
     return digest.hexdigest()
 

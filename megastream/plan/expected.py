@@ -79,7 +79,7 @@ def load_of(both: Tables, is_expert: Sequence[bool], active: float) -> Load:
     gathered = dense_held * (dense - 1) / dense + expert_held * (experts - 1) / experts
     # Tokens of all expert-parallel ranks meet a rank's experts: as if it held them all for its own tokens.
     actives = dense_held + expert_held * groups * active
-    sizes = both.shape.prod(axis=1)
+    sizes = both.shape.prod(axis=0)
     full = np.bincount(both.target.described_rank, sizes[both.target.described]) * WIRE_BYTES
     return Load(
         step_parameters=int((dense_held / dense + expert_held / experts).max()),

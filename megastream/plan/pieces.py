@@ -9,15 +9,15 @@ from typing import overload
 
 import numpy as np
 
-from megastream.layout.columns import Ints, expand, ints
-from megastream.plan.table import Tables, padded
+from megastream.layout.columns import Ints, Numbered, expand, ints
+from megastream.plan.table import Tables
 from megastream.plan.types import Copy, Piece, Pieces, Transform
 
 
 @dataclass(frozen=True)
 class CopyTable:
     """Row for row a copy; those of one piece stand together. `tensor`, `target_buffer` and the strides count in the
-    plan's tables (-1: a name that they do not have); `shape` is padded with 1."""
+    plan's tables (-1: a name that they do not have), `shape` in `shapes`."""
 
     tensor: Ints
     shape: Ints
@@ -26,6 +26,7 @@ class CopyTable:
     target_buffer: Ints
     target_offset: Ints
     target_strides: Ints
+    shapes: tuple[tuple[int, ...], ...]
 
     @property
     def columns(self) -> tuple[Ints, ...]:
@@ -86,45 +87,48 @@ class PieceTable(Pieces):
 
     def take(self, seqs: Ints) -> tuple[Piece, ...]:
         new = ints([seq for seq in seqs.tolist() if seq not in self._made])
-        copies, sources = self._copies(new), self.tables.source.buffers
+        copies, sources, counts = self._copies(new), self.tables.source.buffers, self.num_copies[new]
         transforms: dict[bool, Transform] = {True: "none", False: "cast"}
-        columns = (self.source, self.target, self.buffer, self.unit, self.dtype, self.num_elements, self.num_bytes)
-        rows = zip(
-            new.tolist(), *(column[new].tolist() for column in columns), self.num_copies[new].tolist(), strict=True
-        )
-        for seq, source, target, buffer, unit, dtype, elements, num_bytes, count in rows:
-            name, transform = self.dtypes[dtype], transforms[sources[buffer].dtype == self.dtypes[dtype]]
+        ends = np.cumsum(counts)
+        columns = (new, self.source, self.target, self.buffer, self.unit, self.dtype, self.num_elements, self.num_bytes)
+        spans = (ends - counts).tolist(), ends.tolist()
+        rows = zip(*(column.tolist() if column is new else column[new].tolist() for column in columns), *spans)
+        for seq, source, target, buffer, unit, dtype, elements, num_bytes, begin, end in rows:
+            spec, name = sources[buffer], self.dtypes[dtype]
             self._made[seq] = Piece(
-                seq=seq,
-                source=source,
-                target=target,
-                source_buffer=sources[buffer].name,
-                unit=self.units[unit],
-                dtype=name,
-                transform=transform,
-                num_elements=elements,
-                num_bytes=num_bytes,
-                copies=tuple(next(copies) for _ in range(count)),
-            )
-        return tuple(self._made[seq] for seq in seqs.tolist())
-
-    def _copies(self, seqs: Ints) -> Iterator[Copy]:
-        _, rows = expand(self.first[seqs], self.num_copies[seqs])
-        both = self.tables
-        dims, strides = both.num_dims.tolist(), both.geometry.strides
-        names = [spec.name for spec in both.tensors]
-        buffers = [spec.name for spec in both.target.buffers]
-        columns = (column[rows].tolist() for column in self.copies.columns)
-        for tensor, shape, source, source_strides, buffer, target, target_strides in zip(*columns, strict=True):
-            yield Copy(
-                names[tensor],
-                tuple(shape[: dims[tensor]]),
+                seq,
                 source,
-                strides[source_strides],
-                buffers[buffer],
                 target,
-                strides[target_strides],
+                spec.name,
+                self.units[unit],
+                name,
+                transforms[spec.dtype == name],
+                elements,
+                num_bytes,
+                copies[begin:end],
             )
+        return tuple([self._made[seq] for seq in seqs.tolist()])
+
+    def _copies(self, seqs: Ints) -> tuple[Copy, ...]:
+        """The copies of these pieces, one behind the other."""
+        _, rows = expand(self.first[seqs], self.num_copies[seqs])
+        tensor, shape, source, source_strides, buffer, target, target_strides = (
+            column[rows].tolist() for column in self.copies.columns
+        )
+        both = self.tables
+        strides = both.geometry.strides
+        return tuple(
+            map(
+                Copy,
+                [both.tensors[number].name for number in tensor],
+                map(self.copies.shapes.__getitem__, shape),
+                source,
+                map(strides.__getitem__, source_strides),
+                [both.target.buffers[number].name for number in buffer],
+                target,
+                map(strides.__getitem__, target_strides),
+            )
+        )
 
 
 def piece_table(pieces: Iterable[Piece], both: Tables) -> PieceTable:
@@ -132,6 +136,7 @@ def piece_table(pieces: Iterable[Piece], both: Tables) -> PieceTable:
     listed = list(pieces)
     tensors = {spec.name: number for number, spec in enumerate(both.tensors)}
     strides = {steps: number for number, steps in enumerate(both.geometry.strides)}
+    shapes = Numbered[tuple[int, ...]]()
     sources, targets = both.source.buffer_numbers(), both.target.buffer_numbers()
     copies = [(piece, copy) for piece in listed for copy in piece.copies]
     units, dtypes = ([*dict.fromkeys(names)] for names in ((p.unit for p in listed), (p.dtype for p in listed)))
@@ -139,12 +144,13 @@ def piece_table(pieces: Iterable[Piece], both: Tables) -> PieceTable:
         tables=both,
         copies=CopyTable(
             tensor=ints([tensors.get(copy.tensor, -1) for _, copy in copies]),
-            shape=padded([copy.shape for _, copy in copies], both.geometry.width, 1),
+            shape=ints(shapes.numbers([copy.shape for _, copy in copies])),
             source_offset=ints([copy.source_offset for _, copy in copies]),
             source_strides=ints([strides.get(copy.source_strides, -1) for _, copy in copies]),
             target_buffer=ints([targets.get((piece.target, copy.target_buffer), -1) for piece, copy in copies]),
             target_offset=ints([copy.target_offset for _, copy in copies]),
             target_strides=ints([strides.get(copy.target_strides, -1) for _, copy in copies]),
+            shapes=tuple(shapes.items),
         ),
         first=np.cumsum([0, *(len(piece.copies) for piece in listed)]),
         buffer=ints([sources.get((piece.source, piece.source_buffer), -1) for piece in listed]),

@@ -14,23 +14,23 @@ import numpy as np
 from megastream.layout.box import Box
 from megastream.layout.columns import Ints, Numbered, expand, first_use, ints, packed
 from megastream.layout.pack import item_bytes
-from megastream.plan.table import ShardTable, Tables, padded, runs
+from megastream.plan.table import ShardTable, Tables, alike, runs
 from megastream.plan.types import Unit
 from megastream.plan.unit import Units, stage_of
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Row for row: box [lo, hi) of a tensor goes from one source shard to one target shard, as part of a unit.
+    """Row for row: `boxes[box]` of a tensor goes from one source shard to one target shard, as part of a unit.
 
     `source` and `target` are rows of the tables, `unit` counts in `units`.
     """
 
     source: Ints
     target: Ints
-    lo: Ints
-    hi: Ints
+    box: Ints
     unit: Ints
+    boxes: tuple[Box, ...]
     units: tuple[Unit, ...]
 
 
@@ -50,37 +50,41 @@ class _Sources:
     rank_sets: tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """Row for row a part of a target shard, by target: `boxes[box]` of it comes from a source that holds `held`, a
+    number in the geometry."""
+
+    target: Ints
+    box: Ints
+    held: Ints
+    boxes: tuple[Box, ...]
+
+
 def reshard(both: Tables, units: Units) -> Moves:
     """One move for every element that an engine rank needs. Deterministic for equal layouts.
 
     ValueError names a tensor, engine rank and region that no trainer rank holds.
     """
     sources = _sources(both)
-    target, lo, hi, box = _carve_all(both, sources)
-    tensor = both.target.tensor[target]
-    group = np.searchsorted(sources.keys, tensor * len(both.geometry.boxes) + box)
+    parts = _carve_all(both, sources)
+    target, tensor = parts.target, both.target.tensor[parts.target]
+    first = ints(box.lo[0] if box.lo else 0 for box in parts.boxes)[parts.box]
+    volume = ints(box.volume for box in parts.boxes)[parts.box]
+    group = np.searchsorted(sources.keys, tensor * len(both.geometry.boxes) + parts.held)
     stages = ints(stage_of(layout) for layout in both.source.layouts)
     stage = stages[both.source.rank[sources.rows[sources.start]]][group]
-    unit = units.numbers(stage, tensor, lo[:, 0])
-    together, _ = first_use(packed(unit, both.target.rank[target], sources.ranks[group]))
+    unit = units.numbers(stage, tensor, first)
+    together, head = first_use(packed(unit, both.target.rank[target], sources.ranks[group]))
     item = ints(map(item_bytes, both.dtypes))[both.target.buffer_dtype[both.target.buffer[target]]]
-    sizes = np.bincount(together, (hi - lo).prod(axis=1) * item).astype(np.int64)
-    rank_set = np.zeros(len(sizes), dtype=np.int64)
-    rank_set[together] = sources.ranks[group]
-    at = _balance(sizes, rank_set, sources.rank_sets, len(stages))[together]
+    sizes = np.bincount(together, volume * item).astype(np.int64)
+    at = _balance(sizes, sources.ranks[group[head]], sources.rank_sets, len(stages))[together]
     source = sources.rows[sources.start[group] + at]
     # Replicas on several stages (tied embeddings): the unit is that of the one that sends.
     moved = np.flatnonzero(stages[both.source.rank[source]] != stage)
-    unit[moved] = units.numbers(stages[both.source.rank[source[moved]]], tensor[moved], lo[moved, 0])
+    unit[moved] = units.numbers(stages[both.source.rank[source[moved]]], tensor[moved], first[moved])
     by_group = np.argsort(together, kind="stable")
-    return Moves(
-        source[by_group],
-        target[by_group],
-        lo[by_group],
-        hi[by_group],
-        unit[by_group],
-        tuple(units.all),
-    )
+    return Moves(source[by_group], target[by_group], parts.box[by_group], unit[by_group], parts.boxes, tuple(units.all))
 
 
 def _sources(both: Tables) -> _Sources:
@@ -92,49 +96,44 @@ def _sources(both: Tables) -> _Sources:
     sets = Numbered[tuple[int, ...]]((layout.rank,) for layout in table.layouts)
     ranks = rank[start]
     several = np.flatnonzero(count > 1)
-    spans = zip(start[several].tolist(), (start + count)[several].tolist(), strict=True)
-    ranks[several] = sets.numbers([tuple(rank[begin:end].tolist()) for begin, end in spans])
+    number, first = alike(rank, start[several], count[several])
+    spans = zip(start[several[first]].tolist(), (start + count)[several[first]].tolist(), strict=True)
+    ranks[several] = ints(sets.numbers(tuple(rank[begin:end].tolist()) for begin, end in spans))[number]
     return _Sources(keys[rows[start]], rows, start, count, ranks, tuple(sets.items))
 
 
-def _carve_all(both: Tables, sources: _Sources) -> tuple[Ints, Ints, Ints, Ints]:
-    """(target row, lo, hi, source box) of every part, by target row."""
+def _carve_all(both: Tables, sources: _Sources) -> _Parts:
     boxes, table = both.geometry.boxes, both.target
-    held = _boxes_held(both, sources)
-    sets = Numbered[bytes]()
-    set_of_tensor = ints(sets.numbers(held))
-    held_boxes = [np.frombuffer(each, np.int64).tolist() for each in sets.items]
+    set_of_tensor, sets = _boxes_held(both, sources)
     kinds, first, kind = np.unique(
         set_of_tensor[table.tensor] * len(boxes) + table.box, return_index=True, return_inverse=True
     )
+    found = Numbered[Box]()
     parts: list[tuple[Box, int]] = []
     count = []
     for key, row in zip(kinds.tolist(), first.tolist(), strict=True):
-        carved, missing = _carve(boxes[key % len(boxes)], [(boxes[n], n) for n in held_boxes[key // len(boxes)]])
+        carved, missing = _carve(boxes[key % len(boxes)], [(boxes[n], n) for n in sets[key // len(boxes)]])
         if missing:
             _refuse(table, row, missing)
         parts += carved
         count.append(len(carved))
     num = ints(count)
     target, part = expand((np.cumsum(num) - num)[kind], num[kind])
-    width = both.geometry.width
-    lo, hi = padded([box.lo for box, _ in parts], width, 0), padded([box.hi for box, _ in parts], width, 1)
-    return target, lo[part], hi[part], ints(number for _, number in parts)[part]
+    box, held = ints(found.numbers(box for box, _ in parts)), ints(number for _, number in parts)
+    return _Parts(target, box[part], held[part], tuple(found.items))
 
 
-def _boxes_held(both: Tables, sources: _Sources) -> list[bytes]:
-    """The distinct boxes of every tensor on the trainer, in the order in which ranks hold them, as bytes of numbers."""
+def _boxes_held(both: Tables, sources: _Sources) -> tuple[Ints, list[list[int]]]:
+    """The distinct boxes of tensors on the trainer, in the order in which ranks hold them: the number of every
+    tensor's, and boxes by that number."""
     num_boxes = len(both.geometry.boxes)
-    tensors = sources.keys // num_boxes
+    tensors, boxes = sources.keys // num_boxes, sources.keys % num_boxes
     order = np.lexsort((sources.rows[sources.start], tensors))
-    boxes = (sources.keys % num_boxes)[order]
-    held, raw = [b""] * len(both.tensors), boxes.tobytes()
-    start, length = runs(tensors[order])
-    for tensor, begin, end in zip(
-        tensors[order[start]].tolist(), start.tolist(), (start + length).tolist(), strict=True
-    ):
-        held[tensor] = raw[begin * boxes.itemsize : end * boxes.itemsize]
-    return held
+    boxes, length = boxes[order], np.bincount(tensors, minlength=len(both.tensors))
+    start = np.cumsum(length) - length
+    number, first = alike(boxes, start, length)
+    spans = zip(start[first].tolist(), (start + length)[first].tolist(), strict=True)
+    return number, [boxes[begin:end].tolist() for begin, end in spans]
 
 
 def _carve(target: Box, sources: Sequence[tuple[Box, int]]) -> tuple[list[tuple[Box, int]], list[Box]]:

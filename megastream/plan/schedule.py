@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from megastream.layout.box import Box
-from megastream.layout.columns import Ints, expand, ints, packed
+from megastream.layout.columns import Ints, Numbered, expand, ints, packed
 from megastream.layout.pack import item_bytes
 from megastream.plan.check import transform_between
 from megastream.plan.pieces import CopyTable, PieceTable
 from megastream.plan.reshard import Moves
-from megastream.plan.table import ShardTable, Tables, runs
+from megastream.plan.table import ShardTable, Tables, padded, runs
 from megastream.plan.unit import unit_order
 
 
@@ -30,20 +30,18 @@ def schedule(moves: Moves, both: Tables, piece_bytes: int) -> PieceTable:
     # By dtype last; a source buffer's number goes by its rank first, then by the order in which buffers become final.
     dtype = both.target.buffer_dtype[target_buffer]
     unit, target = rank_of_unit[moves.unit], both.target.rank[moves.target]
-    order = np.argsort(packed(source_buffer, unit, target, dtype), kind="stable")
-    group = _numbered(source_buffer[order], unit[order], target[order], dtype[order])
+    keys = packed(source_buffer, unit, target, dtype)
+    order = np.argsort(keys, kind="stable")
     item = ints(item_bytes(name) for name in both.dtypes)
-    most = (piece_bytes // item)[dtype[order]]
-    rows, lo, hi = _split_all(moves.lo[order], moves.hi[order], most, both)
-    volume = (hi - lo).prod(axis=1)
-    piece = _fill(volume, group[rows], most[rows])
-    rows = order[rows]
-    first, _ = runs(piece)
+    row, part, boxes = _split_all(moves.box[order], dtype[order], piece_bytes // item, moves.boxes)
+    rows = order[row]
+    volume = ints(box.volume for box in boxes)[part]
+    first = _fill(volume, keys[rows], (piece_bytes // item)[dtype[rows]])
     at = rows[first]
     num_elements = np.add.reduceat(volume, first) if len(first) else ints(())
     return PieceTable(
         tables=both,
-        copies=_copies(moves, both, rows, lo, hi),
+        copies=_copies(moves, both, rows, part, boxes),
         first=np.append(first, len(rows)),
         buffer=source_buffer[at],
         target=target[at],
@@ -69,34 +67,16 @@ def _check_dtypes(moves: Moves, both: Tables, piece_bytes: int) -> None:
         transform_between(target.shard(int(moves.target[row])).tensor, source_dtype, target_dtype)
 
 
-def _numbered(*keys: Ints) -> Ints:
-    """Rows with equal keys stand together; the number of each such run."""
-    change = np.zeros(len(keys[0]), dtype=bool)
-    for key in keys:
-        change[1:] |= key[1:] != key[:-1]
-    return np.cumsum(change).astype(np.int64)
-
-
-def _split_all(lo: Ints, hi: Ints, most: Ints, both: Tables) -> tuple[Ints, Ints, Ints]:
-    """(row, lo, hi) with every box that is larger than `most` elements cut up; equal boxes are cut once."""
-    large = np.flatnonzero((hi - lo).prod(axis=1) > most)
-    if not len(large):
-        return np.arange(len(lo)), lo, hi
-    known: dict[tuple[bytes, int], list[Box]] = {}
-    count, cuts = np.ones(len(lo), dtype=np.int64), []
-    for row in large.tolist():
-        key = lo[row].tobytes() + hi[row].tobytes(), int(most[row])
-        if key not in known:
-            known[key] = list(_split(Box(tuple(lo[row].tolist()), tuple(hi[row].tolist())), key[1]))
-        count[row] = len(known[key])
-        cuts.append((row, known[key]))
-    rows, part = expand(np.zeros(len(lo), dtype=np.int64), count)
-    new_lo, new_hi = lo[rows], hi[rows]
-    start = np.cumsum(count) - count
-    for row, boxes in cuts:
-        here = slice(start[row], start[row] + len(boxes))
-        new_lo[here], new_hi[here] = [box.lo for box in boxes], [box.hi for box in boxes]
-    return rows, new_lo, new_hi
+def _split_all(box: Ints, dtype: Ints, most: Ints, boxes: tuple[Box, ...]) -> tuple[Ints, Ints, tuple[Box, ...]]:
+    """(row, part, boxes): the `boxes[part]` that each row's box becomes, none of more than `most[dtype]` elements.
+    Every box is cut once for a dtype."""
+    kinds, kind = np.unique(packed(box, dtype), return_index=True, return_inverse=True)[1:]
+    cut = [list(_split(boxes[box[row]], int(most[dtype[row]]))) for row in kinds.tolist()]
+    found = Numbered[Box]()
+    number = ints(found.numbers(part for parts in cut for part in parts))
+    num = ints(map(len, cut))
+    row, part = expand((np.cumsum(num) - num)[kind], num[kind])
+    return row, number[part], tuple(found.items)
 
 
 def _split(box: Box, most: int) -> Iterator[Box]:
@@ -116,37 +96,42 @@ def _split(box: Box, most: int) -> Iterator[Box]:
 
 
 def _fill(volume: Ints, group: Ints, most: Ints) -> Ints:
-    """The piece of every copy: pieces are filled in order, up to `most` elements, and never reach across groups."""
-    start, length = runs(group)
-    total = np.add.reduceat(volume, start) if len(start) else ints(())
-    new = np.zeros(len(volume), dtype=np.int64)
-    new[start] = 1
-    for index in np.flatnonzero(total > most[start]).tolist():
-        begin, limit = int(start[index]), int(most[start[index]])
-        room = limit
-        for row, size in enumerate(volume[begin : begin + length[index]].tolist(), begin):
-            if size > room:
-                new[row], room = 1, limit
-            room -= size
-    return np.cumsum(new) - 1
+    """The first row of every piece: pieces are filled in order, up to `most` elements, and never reach across rows of
+    equal `group`."""
+    begin, length = runs(group)
+    end = begin + length
+    filled = np.append(0, np.cumsum(volume))
+    firsts = [begin]
+    # All groups at once: each goes on behind the last row that its piece has room for.
+    while len(begin):
+        begin = np.searchsorted(filled, filled[begin] + most[begin], side="right") - 1
+        open_groups = begin < end
+        begin, end = begin[open_groups], end[open_groups]
+        firsts.append(begin)
+    return np.sort(np.concatenate(firsts))
 
 
-def _copies(moves: Moves, both: Tables, rows: Ints, lo: Ints, hi: Ints) -> CopyTable:
+def _copies(moves: Moves, both: Tables, rows: Ints, part: Ints, boxes: tuple[Box, ...]) -> CopyTable:
     source, target = moves.source[rows], moves.target[rows]
+    shapes = Numbered[tuple[int, ...]]()
+    shape = ints(shapes.numbers(box.shape for box in boxes))[part]
+    lo = padded([box.lo for box in boxes], both.geometry.width, 0)
     return CopyTable(
         tensor=both.target.tensor[target],
-        shape=hi - lo,
-        source_offset=_offsets(both, both.source, source, lo),
+        shape=shape,
+        source_offset=_offsets(both, both.source, source, lo, part),
         source_strides=both.source.strides[source],
         target_buffer=both.target.buffer[target],
-        target_offset=_offsets(both, both.target, target, lo),
+        target_offset=_offsets(both, both.target, target, lo, part),
         target_strides=both.target.strides[target],
+        shapes=tuple(shapes.items),
     )
 
 
-def _offsets(both: Tables, side: ShardTable, rows: Ints, lo: Ints) -> Ints:
-    """Where coordinate `lo` of each shard's tensor lies in its buffer."""
-    inside = lo - both.geometry.lo[side.box[rows]]
-    steps = both.geometry.steps[side.strides[rows]]
-    found: Ints = side.offset[rows] + (inside * steps).sum(axis=1)
+def _offsets(both: Tables, side: ShardTable, rows: Ints, lo: Ints, part: Ints) -> Ints:
+    """Where coordinate `lo[part]` of each shard's tensor lies in its buffer."""
+    geometry, box, strides = both.geometry, side.box[rows], side.strides[rows]
+    found = side.offset[rows]
+    for inside, begin, steps in zip(lo, geometry.lo, geometry.steps, strict=True):
+        found += (inside[part] - begin[box]) * steps[strides]
     return found

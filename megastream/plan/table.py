@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from megastream.layout.box import Box
-from megastream.layout.columns import Ints, Numbered, columns_of, ints
+from megastream.layout.columns import Ints, Numbered, columns_of, ints, packed
 from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
+from megastream.plan.names import Names
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The boxes and strides that occur on either side, as rows of `width` dims; missing dims have extent 1."""
+    """The boxes and strides that occur on either side. `lo[d]` is dim d of all boxes, `steps[d]` of all strides; each
+    has `width` dims, missing ones of extent 1."""
 
     boxes: tuple[Box, ...]
     strides: tuple[tuple[int, ...], ...]
@@ -30,7 +33,12 @@ class Geometry:
 
     @property
     def width(self) -> int:
-        return int(self.lo.shape[1])
+        return len(self.lo)
+
+    def reach(self, box: Ints, strides: Ints) -> Ints:
+        """How far the last element of each box lies behind its first one."""
+        found: Ints = ((self.hi - self.lo - 1)[:, box] * self.steps[:, strides]).sum(axis=0)
+        return found
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,8 @@ class ShardTable:
 
 @dataclass(frozen=True)
 class Tables:
-    """Both sides of a plan. `tensors` are numbered as they stand here, dtypes of buffers by name; `shape` has the
-    geometry's width."""
+    """Both sides of a plan. `tensors` are numbered as they stand here, dtypes of buffers by name; `shape[d]` is dim d
+    of all tensors, and there are as many dims as the geometry has."""
 
     tensors: tuple[TensorSpec, ...]
     dtypes: tuple[str, ...]
@@ -85,28 +93,25 @@ class Tables:
     target: ShardTable
 
 
-def tables(trainer: Sequence[RankLayout], engine: Sequence[RankLayout], specs: Iterable[TensorSpec]) -> Tables:
-    """Both sides as columns. `specs` are the tensors that either side has; layouts come sorted by rank."""
-    tensors = tuple(specs)
-    index = {spec.name: number for number, spec in enumerate(tensors)}
+def tables(trainer: Sequence[RankLayout], engine: Sequence[RankLayout], names: Names) -> Tables:
+    """Both sides as columns. Layouts come sorted by rank."""
     boxes, strides = Numbered[Box](), Numbered[tuple[int, ...]]()
-    dtypes = tuple(sorted({spec.dtype for layout in (*trainer, *engine) for spec in layout.buffers}))
-    source = _side(trainer, index, dtypes, boxes, strides)
-    target = _side(engine, index, dtypes, boxes, strides)
+    buffers = {id(layout.buffers): layout.buffers for layout in (*trainer, *engine)}
+    dtypes = tuple(sorted({spec.dtype for specs in buffers.values() for spec in specs}))
+    source = _side(trainer, names, dtypes, boxes, strides)
+    target = _side(engine, names, dtypes, boxes, strides)
     found, steps = boxes.items, strides.items
-    shapes = Numbered[tuple[int, ...]]()
-    shape_of = ints(shapes.numbers([spec.shape for spec in tensors]))
-    width = max(1, *(len(box.lo) for box in found), *map(len, steps), *map(len, shapes.items))
+    width = max(1, *(len(box.lo) for box in found), *map(len, steps), *map(len, names.shapes))
     lo, hi = padded([box.lo for box in found], width, 0), padded([box.hi for box in found], width, 1)
-    geometry = Geometry(tuple(found), tuple(steps), lo, hi, padded(steps, width, 1), (hi - lo).prod(axis=1))
-    shape, num_dims = padded(shapes.items, width, 1)[shape_of], ints(map(len, shapes.items))[shape_of]
-    return Tables(tensors, dtypes, shape, num_dims, geometry, source, target)
+    geometry = Geometry(tuple(found), tuple(steps), lo, hi, padded(steps, width, 1), (hi - lo).prod(axis=0))
+    shape, num_dims = padded(names.shapes, width, 1)[:, names.shape], ints(map(len, names.shapes))[names.shape]
+    return Tables(names.tensors, dtypes, shape, num_dims, geometry, source, target)
 
 
 def padded(rows: Sequence[tuple[int, ...]], width: int, fill: int) -> Ints:
-    """Tuples of up to `width` numbers as rows of exactly that many."""
+    """Tuples of up to `width` numbers as `width` columns: number d of all tuples stands in row d."""
     filled = [row + (fill,) * (width - len(row)) for row in rows]
-    return np.array(filled, dtype=np.int64).reshape(len(rows), width)
+    return np.ascontiguousarray(np.array(filled, dtype=np.int64).reshape(len(rows), width).T)
 
 
 def runs(keys: Ints) -> tuple[Ints, Ints]:
@@ -117,21 +122,34 @@ def runs(keys: Ints) -> tuple[Ints, Ints]:
     return starts, np.diff(np.append(starts, len(keys)))
 
 
+def alike(values: Ints, start: Ints, length: Ints) -> tuple[Ints, Ints]:
+    """Numbers stretches of `values`, none negative, so that equal ones have one number: the number of each, and of
+    each number the first stretch that has it. Stretch i is `values[start[i] : start[i] + length[i]]`."""
+    number, most = np.zeros(len(start), dtype=np.int64), 0
+    unread = np.flatnonzero(length > 0)
+    # A stretch is what came before, which has a number already, and one value more.
+    for read in range(int(length.max(initial=0))):
+        keys = packed(number[unread], values[start[unread] + read])
+        number[unread] = most + 1 + np.unique(keys, return_inverse=True)[1]
+        most, unread = int(number[unread].max()), unread[length[unread] > read + 1]
+    _, first, number = np.unique(number, return_index=True, return_inverse=True)
+    return number, first
+
+
 def _side(
     layouts: Sequence[RankLayout],
-    index: dict[str, int],
+    names: Names,
     dtypes: Sequence[str],
     boxes: Numbered[Box],
     strides: Numbered[tuple[int, ...]],
 ) -> ShardTable:
-    held = [columns_of(layout) for layout in layouts]
-    buffers = [spec for layout in layouts for spec in layout.buffers]
-    lists = {id(layout.tensors): layout.tensors for layout in layouts}
-    numbers = {key: ints([index[spec.name] for spec in specs]) for key, specs in lists.items()}
-    described = [numbers[id(layout.tensors)] for layout in layouts]
-    num_buffers = ints(len(layout.buffers) for layout in layouts)
-    rank = ints(layout.rank for layout in layouts)
-    num_shards = ints(map(len, held))
+    held, described = [columns_of(layout) for layout in layouts], [names.of(layout) for layout in layouts]
+    num_buffers, num_shards = ints(len(layout.buffers) for layout in layouts), ints(map(len, held))
+    rank, known = ints(layout.rank for layout in layouts), Numbered(dtypes)
+    # Ranks that are alike have one tuple of buffers.
+    buffers = {id(layout.buffers): layout.buffers for layout in layouts}
+    sizes = {key: ints([spec.num_elements for spec in specs]) for key, specs in buffers.items()}
+    types = {key: ints(known.numbers([spec.dtype for spec in specs])) for key, specs in buffers.items()}
 
     def column(parts: Iterable[Ints]) -> Ints:
         return np.concatenate([ints(()), *parts])
@@ -141,7 +159,7 @@ def _side(
         first=np.append(0, np.cumsum(num_shards)),
         rank=np.repeat(rank, num_shards),
         # Number -1, a name that no layout describes, stays -1.
-        tensor=column(np.append(names, -1)[each.tensor] for names, each in zip(described, held, strict=True)),
+        tensor=column(np.append(numbers, -1)[each.tensor] for numbers, each in zip(described, held, strict=True)),
         box=column(ints(boxes.numbers(each.boxes))[each.box] for each in held),
         buffer=column(
             np.where(each.buffer < 0, -1, each.buffer + start)
@@ -149,10 +167,10 @@ def _side(
         ),
         offset=column(each.offset for each in held),
         strides=column(ints(strides.numbers(each.steps))[each.strides] for each in held),
-        buffers=tuple(buffers),
+        buffers=tuple(chain.from_iterable(layout.buffers for layout in layouts)),
         buffer_rank=np.repeat(rank, num_buffers),
-        buffer_size=ints([spec.num_elements for spec in buffers]),
-        buffer_dtype=ints(Numbered(dtypes).numbers([spec.dtype for spec in buffers])),
+        buffer_size=column(sizes[id(layout.buffers)] for layout in layouts),
+        buffer_dtype=column(types[id(layout.buffers)] for layout in layouts),
         described=column(described),
         described_rank=np.repeat(rank, [len(layout.tensors) for layout in layouts]),
     )

@@ -43,8 +43,7 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
     target_strides: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """One packed message: copies of one (source rank, source buffer, unit, target rank), laid one behind the other.
 
     `seq` is its index in the plan. Each copy is packed row-major in its own shape, so the payload has

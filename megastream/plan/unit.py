@@ -116,8 +116,8 @@ def _ranges(both: Tables, places: _Places, experts_per_unit: int) -> _Ranges:
     stacked, expert = places.stacked[side.tensor], places.expert[side.tensor]
     held = np.flatnonzero(stacked | (expert >= 0))
     box = side.box[held]
-    first = np.where(stacked[held], geometry.lo[box, 0], expert[held])
-    row, expert = expand(first, np.where(stacked[held], geometry.hi[box, 0] - first, 1))
+    first = np.where(stacked[held], geometry.lo[0][box], expert[held])
+    row, expert = expand(first, np.where(stacked[held], geometry.hi[0][box] - first, 1))
     most = int(expert.max(initial=0)) + 1
     keys = np.unique((owner[held] * len(places.groups) + places.group[side.tensor[held]])[row] * most + expert)
     whose, expert = keys // most, keys % most
