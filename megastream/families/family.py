@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -15,10 +15,11 @@ from megastream.families.types import ModelShape, Place, Row
 from megastream.layout.naming import Entry, Kind
 from megastream.layout.shard import TensorSpec
 
-_NUMBER = re.compile(r"\.\d+(?=\.)")
+_NUMBER = re.compile(r"\.(\d+)(?=\.)")
 _LAST_NUMBER = re.compile(r"(?:(?<=\.weight)|(?<=\.bias))\d+$")
 _LAYERS = "model.layers."
 _LAYER = re.compile(r"model\.layers\.\d+\.")
+_IN_LAYER = re.compile(r"(\w+\.layers\.)(\d+)(\..+)")
 _FIELD = re.compile(r"\{(layer|expert)\}")
 
 
@@ -32,10 +33,35 @@ class _Match(msgspec.Struct, frozen=True, gc=False):
 class _Sized:
     """A row in a model of one shape: name and shape of each of its tensors; `exists`: the model has it."""
 
-    row: Row
     exists: bool
     sources: tuple[tuple[str, tuple[int, ...]], ...]
     dtype: str
+
+
+class _Alike(msgspec.Struct, frozen=True, gc=False):
+    """What a name of layer `layer` stands for, and the names of its tensors around the number of their layer."""
+
+    entry: Entry
+    layer: int | None
+    names: tuple[tuple[str, ...], ...]
+
+    def at(self, layer: int) -> Entry:
+        """What the same name of another layer stands for."""
+        mine = self.entry
+        tensors = [
+            TensorSpec(str(layer).join(around), spec.shape, spec.dtype)
+            for around, spec in zip(self.names, mine.tensors, strict=True)
+        ]
+        return Entry(mine.kind, mine.rule, tuple(tensors), mine.head_dim, mine.dtype, mine.expert)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What has been worked out for a shape from these rows: by the `id` of a row, and by a name without its layer."""
+
+    rows: tuple[Row, ...]
+    sized: dict[int, _Sized] = field(default_factory=dict)
+    entries: dict[tuple[str | int | None, ...], _Alike] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,13 +143,11 @@ class Family:
 
     def trainer_entry(self, name: str, shape: ModelShape) -> Entry:
         """Meaning of a canonical Megatron name. ValueError names a parameter without a rule."""
-        match = self._match(self._trainer_index, name, "trainer parameter")
-        return self._entry(match, "trainer", name, shape, match.expert)
+        return self._entry("trainer", name, shape, None)
 
     def engine_entry(self, name: str, shape: ModelShape, expert: int | None = None) -> Entry:
         """Meaning of a live engine name; for stacked experts, of the slot that holds global expert `expert`."""
-        match = self._match(self._engine_index, name, "engine parameter")
-        return self._entry(match, "engine", name, shape, match.expert if expert is None else expert)
+        return self._entry("engine", name, shape, expert)
 
     def engine_stacks_experts(self, name: str) -> bool:
         """True when the engine parameter holds one expert per index of its leading dim."""
@@ -183,44 +207,63 @@ class Family:
                     for expert in experts if row.kind == "expert" else (None,):
                         yield row, layer, expert
 
-    def _entry(
-        self, match: _Match, side: Literal["trainer", "engine"], name: str, shape: ModelShape, expert: int | None
-    ) -> Entry:
-        num_layers = shape.num_layers + shape.mtp_layers
-        if match.layer is not None and not 0 <= match.layer < num_layers:
-            raise ValueError(f"{name}: layer {match.layer} of a model with {num_layers} layers")
-        if match.row.kind == "expert" and not 0 <= (-1 if expert is None else expert) < shape.num_experts:
+    def _entry(self, side: Literal["trainer", "engine"], name: str, shape: ModelShape, expert: int | None) -> Entry:
+        """Layers repeat their names: what a name stands for is worked out once for all layers of a shape."""
+        inside = _IN_LAYER.fullmatch(name)
+        entries = self._known(shape).entries
+        key = (side, name, expert) if inside is None else (side, inside[1], inside[3], expert)
+        alike = entries.get(key)
+        if alike is None:
+            alike = entries[key] = self._first_entry(side, name, shape, expert)
+        layer, num_layers = alike.layer if inside is None else int(inside[2]), shape.num_layers + shape.mtp_layers
+        if layer is not None and layer >= num_layers:
+            raise ValueError(f"{name}: layer {layer} of a model with {num_layers} layers")
+        return alike.entry if layer == alike.layer or layer is None else alike.at(layer)
+
+    def _first_entry(
+        self, side: Literal["trainer", "engine"], name: str, shape: ModelShape, expert: int | None
+    ) -> _Alike:
+        index = self._trainer_index if side == "trainer" else self._engine_index
+        match = self._match(index, name, f"{side} parameter")
+        row, layer, expert = match.row, match.layer, match.expert if expert is None else expert
+        if row.kind == "expert" and not 0 <= (-1 if expert is None else expert) < shape.num_experts:
             raise ValueError(f"{name}: expert {expert} of a model with {shape.num_experts} experts")
-        sized = self._sized(match.row, shape)
+        sized = self._sized(row, shape)
         if not sized.exists:
             raise ValueError(f"{name}: a {self.name} with this config.json does not have it")
-        specs = _specs(sized, match.layer, expert)
-        rule = match.row.trainer_rule if side == "trainer" else match.row.engine_rule
-        dtype = "float32" if side in match.row.fp32 else shape.dtype
-        return Entry(match.row.kind, rule, specs, shape.head_dim, dtype, expert or 0)
+        rule = row.trainer_rule if side == "trainer" else row.engine_rule
+        dtype = "float32" if side in row.fp32 else shape.dtype
+        entry = Entry(row.kind, rule, _specs(sized, layer, expert), shape.head_dim, dtype, expert or 0)
+        around = [tuple(part.format(expert=expert) for part in source.split("{layer}")) for source, _ in sized.sources]
+        return _Alike(entry, layer, tuple(around))
 
     def _match(self, index: dict[str, Row], name: str, what: str) -> _Match:
-        parts = name.split(".")
-        row = index.get(".".join(["#" if part.isdecimal() else part for part in parts]))
-        numbers = [int(part) for part in parts if part.isdecimal()]
+        text, numbers = _NUMBER.split(name)[::2], [int(number) for number in _NUMBER.findall(name)]
+        row = index.get(".#".join(text))
         if row is None and (last := _LAST_NUMBER.search(name)):
-            row = index.get(".".join(["#" if part.isdecimal() else part for part in parts])[: -len(last[0])] + "#")
+            row = index.get(".#".join(text)[: -len(last[0])] + "#")
             numbers.append(int(last[0]))
         if row is None:
             raise ValueError(f"{what} {name} has no rule in family {self.name}: add a row to its table")
         return _Match(row, *numbers)
 
     def _sized(self, row: Row, shape: ModelShape) -> _Sized:
-        """Asked once for each parameter of a large model, so it is worked out once for each row."""
-        known: dict[int, _Sized] = shape.known.setdefault(self.name, {})
+        """Asked once for each tensor of a large model, so it is worked out once for each row."""
+        known = self._known(shape).sized
         found = known.get(id(row))
-        if found is None or found.row is not row:
+        if found is None:
             sizes = self.sizes(shape)
             tied = (row.tied_to,) if shape.tied and row.tied_to is not None else row.sources
             sources = tuple((source.name, tuple(sizes[dim] for dim in source.dims)) for source in tied)
             dtype = "float32" if "file" in row.fp32 else shape.dtype
-            found = known[id(row)] = _Sized(row, _exists(row, sizes), sources, dtype)
+            found = known[id(row)] = _Sized(_exists(row, sizes), sources, dtype)
         return found
+
+    def _known(self, shape: ModelShape) -> _Known:
+        known: _Known | None = shape.known.get(self.name)
+        if known is None or known.rows is not self.rows:
+            known = shape.known[self.name] = _Known(self.rows)
+        return known
 
     @cached_property
     def _linears(self) -> frozenset[str]:

@@ -159,32 +159,40 @@ def columns_of(layout: RankLayout) -> ShardColumns:
 class Parameters:
     """Parameters one after the other, before anything is cut: ranks that hold the same ones share it.
 
-    Parameters of one `kind` lie alike on any rank: one pattern serves all of them.
+    Parameters of one kind lie alike on any rank: one pattern serves all of them. Of each parameter there are its kind,
+    its tensors, the number of its buffer and the element of it that it begins at.
     """
 
-    def __init__(self) -> None:
-        self.examples: list[int] = []
+    def __init__(
+        self,
+        kinds: Sequence[Hashable],
+        tensors: Sequence[Sequence[TensorSpec]],
+        buffers: Sequence[int],
+        bases: Sequence[int],
+    ) -> None:
+        self._kind = ints(Numbered[Hashable]().numbers(kinds))
+        self._buffer, self._base = ints(buffers), ints(bases)
+        specs = [spec for each in tensors for spec in each]
+        names = [spec.name for spec in specs]
+        # The tensors of parameter i are `number[first[i] : first[i] + num[i]]` of `specs`.
+        self._specs = tuple(dict(zip(names, specs, strict=True)).values())
+        self._number = ints(Numbered[str]().numbers(names))
+        self._num = ints(map(len, tensors))
+        self._first = np.cumsum(self._num) - self._num
+
+    @cached_property
+    def examples(self) -> list[int]:
         """The first parameter of each kind."""
-        self._kinds: dict[Hashable, int] = {}
-        self._names = Numbered[str]()
-        self._specs: dict[str, TensorSpec] = {}
-        self._rows: list[tuple[int, int, int, int]] = []
-        self._tensors: list[int] = []
+        examples: list[int] = np.unique(self._kind, return_index=True)[1].tolist()
+        return examples
 
-    def add(self, kind: Hashable, tensors: Sequence[TensorSpec], buffer: int, base: int) -> None:
-        """A parameter of these tensors, from element `base` of buffer number `buffer` on."""
-        number = self._kinds.setdefault(kind, len(self.examples))
-        if number == len(self.examples):
-            self.examples.append(len(self._rows))
-        names = [spec.name for spec in tensors]
-        self._rows.append((number, len(self._tensors), buffer, base))
-        self._specs.update(zip(names, tensors, strict=True))
-        self._tensors += self._names.numbers(names)
-
-    def renamed(self, tensors: Iterable[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:
-        """All tensors, when the parameters are of these instead: of each as many, and in the same order."""
-        specs = dict(zip(self._tensors, chain.from_iterable(tensors), strict=True))
-        return tuple([specs[number] for number in range(len(specs))])
+    def renamed(self, params: Sequence[int], tensors: Iterable[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:
+        """All tensors, when these parameters are of these tensors instead, each of as many."""
+        specs, params = list(self._specs), np.array(params, dtype=np.int64)
+        _, at = expand(self._first[params], self._num[params])
+        for number, spec in zip(self._number[at].tolist(), chain.from_iterable(tensors), strict=True):
+            specs[number] = spec
+        return tuple(specs)
 
     def shards(
         self,
@@ -197,27 +205,25 @@ class Parameters:
     ) -> ShardColumns:
         """The shards of a rank on which kind i lies like `patterns[i]`. Of parameter j it holds only `kept[j]`, if
         given; it describes the tensors of whole patterns all the same. `specs`: those of `renamed`."""
-        kind = self._columns[0]
-        _, tensor, _ = self._parts(patterns, kind)
+        param, tensor, part = self._parts(patterns, self._kind)
         used = np.unique(tensor)
         if kept is not None:
-            patterns, kind = kept, np.arange(len(kept))
-        param, tensor, part = self._parts(patterns, kind)
+            patterns = kept
+            param, tensor, part = self._parts(kept, np.arange(len(kept)))
         parts = [part for pattern in patterns for part in pattern.parts]
         boxes, steps = Numbered[Box](), Numbered[tuple[int, ...]]()
         box, box_rows = first_use(ints(boxes.numbers([each.region.box for each in parts]))[part])
         strides, step_rows = first_use(ints(steps.numbers([each.strides for each in parts]))[part])
-        _, _, buffer, base = self._columns
         return ShardColumns(
             rank=rank,
-            tensors=_picked(self._all_specs if specs is None else specs, used),
+            tensors=_picked(self._specs if specs is None else specs, used),
             buffers=buffers,
             boxes=tuple(parts[row].region.box for row in part[box_rows].tolist()),
             steps=tuple(parts[row].strides for row in part[step_rows].tolist()),
             tensor=np.searchsorted(used, tensor),
             box=box,
-            buffer=buffer[param],
-            offset=base[param] + ints([each.offset for each in parts])[part],
+            buffer=self._buffer[param],
+            offset=self._base[param] + ints([each.offset for each in parts])[part],
             strides=strides,
         )
 
@@ -226,20 +232,7 @@ class Parameters:
         num = ints([len(pattern.parts) for pattern in patterns])
         param, part = expand((np.cumsum(num) - num)[kind], num[kind])
         index = ints([part.index for pattern in patterns for part in pattern.parts])
-        return param, self._tensor_numbers[self._columns[1][param] + index[part]], part
-
-    @cached_property
-    def _columns(self) -> tuple[Ints, ...]:
-        """kind, first of its tensors, buffer and base of every parameter."""
-        return tuple(np.array(self._rows, dtype=np.int64).reshape(-1, 4).T)
-
-    @cached_property
-    def _tensor_numbers(self) -> Ints:
-        return ints(self._tensors)
-
-    @cached_property
-    def _all_specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(self._specs.values())
+        return param, self._number[self._first[param] + index[part]], part
 
 
 def _picked(specs: tuple[TensorSpec, ...], used: Ints) -> tuple[TensorSpec, ...]:

@@ -64,17 +64,22 @@ class EngineParams(Generic[ShapeT]):
     def __init__(
         self, patterns: Patterns[ShapeT], params: Sequence[EngineParam], unused: Collection[str], where: str
     ) -> None:
-        self._patterns, self._held = patterns, Parameters()
-        self._unused = tuple(sorted(unused))
+        self._patterns, self._unused = patterns, tuple(sorted(unused))
         self._params = [param for param in params if param.name not in unused]
-        buffers: dict[str, BufferSpec] = {}
+        seen = set[str]()
         for param in self._params:
-            if param.name in buffers:
+            if param.name in seen:
                 raise ValueError(f"{where}: parameter {param.name} is given twice")
-            kind, tensors = patterns.of_engine(param.name, param.experts)
-            self._held.add((kind, param.shape), tensors, len(buffers), 0)
-            buffers[param.name] = BufferSpec(param.name, prod(param.shape), param.dtype)
-        self._buffers = tuple(buffers.values())
+            seen.add(param.name)
+        found = [patterns.of_engine(param.name, param.experts) for param in self._params]
+        self._held = Parameters(
+            [(kind, param.shape) for param, (kind, _) in zip(self._params, found, strict=True)],
+            [tensors for _, tensors in found],
+            range(len(found)),
+            [0] * len(found),
+        )
+        self._buffers = tuple([BufferSpec(param.name, prod(param.shape), param.dtype) for param in self._params])
+        self._stacks = [number for number, param in enumerate(self._params) if param.experts is not None]
 
     def layout(
         self, *, rank: int, world_size: int, coords: Mapping[str, int], experts: tuple[int, ...] | None = None
@@ -84,7 +89,8 @@ class EngineParams(Generic[ShapeT]):
         examples = [self._params[number] for number in self._held.examples]
         if experts is not None:
             examples = [_with(param, experts) for param in examples]
-            specs = self._held.renamed(self._tensors(param, experts) for param in self._params)
+            stacks = [self._patterns.of_engine(self._params[number].name, experts)[1] for number in self._stacks]
+            specs = self._held.renamed(self._stacks, stacks)
         ways = [_place(self._patterns, param, cuts, rank) for param in examples]
         shards = self._held.shards(rank, self._buffers, ways, specs=specs)
         return RankLayout(
@@ -97,9 +103,6 @@ class EngineParams(Generic[ShapeT]):
             shards=shards,
             unused=self._unused,
         )
-
-    def _tensors(self, param: EngineParam, experts: tuple[int, ...]) -> Sequence[TensorSpec]:
-        return self._patterns.of_engine(param.name, experts if param.experts is not None else None)[1]
 
 
 def _with(param: EngineParam, experts: tuple[int, ...]) -> EngineParam:

@@ -10,6 +10,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import msgspec
+
 from megastream.layout.box import Box
 from megastream.layout.naming import Entry, Names
 from megastream.layout.pack import row_major_strides
@@ -53,8 +55,7 @@ def _pattern(shape: tuple[int, ...], grid: tuple[int, ...], regions: Sequence[tu
     return Pattern(shape, grid, parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(msgspec.Struct, frozen=True, gc=False):
     """What a name stands for. Names of one `kind` have equal rules and tensors of equal shapes; `padded`: the number
     of padded rows matters."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Generic, Literal, TypeVar
+
+import msgspec
 
 from megastream.layout.box import Box
 from megastream.layout.columns import Parameters
@@ -23,8 +25,7 @@ buffer that a rank's distributed optimizer steps (before it)."""
 ShapeT = TypeVar("ShapeT")
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerParam:
+class TrainerParam(msgspec.Struct, frozen=True, gc=False):
     """One contiguous row-major Megatron parameter, `shape` as it is on this rank.
 
     `name` is canonical: no `module.` prefix, global layer index, global expert index. `buffer` is the Megatron bucket
@@ -75,19 +76,15 @@ class TrainerParams(Generic[ShapeT]):
         self, patterns: Patterns[ShapeT], params: Sequence[TrainerParam], buffers: Sequence[BufferSpec], where: str
     ) -> None:
         self._patterns, self._params, self._buffers = patterns, params, tuple(buffers)
-        self._held = Parameters()
+        _check_params(params, buffers, where)
         numbers = {buffer.name: number for number, buffer in enumerate(buffers)}
-        seen = set[str]()
-        for param in params:
-            if param.name in seen:
-                raise ValueError(f"{where}: parameter {param.name} is given twice")
-            seen.add(param.name)
-            kind, tensors = patterns.of_trainer(param.name)
-            number = numbers.get(param.buffer)
-            if number is None:
-                raise ValueError(f"{where}: {param.name} lies in buffer {param.buffer}, which is not described")
-            _check_inside(param, self._buffers[number].num_elements, where)
-            self._held.add((kind, param.shape), tensors, number, param.offset)
+        found = [patterns.of_trainer(param.name) for param in params]
+        self._held = Parameters(
+            [(kind, param.shape) for param, (kind, _) in zip(params, found, strict=True)],
+            [tensors for _, tensors in found],
+            [numbers[param.buffer] for param in params],
+            [param.offset for param in params],
+        )
 
     def layout(
         self,
@@ -144,12 +141,23 @@ def _rows(param: TrainerParam, cuts: tuple[Cut, Cut]) -> int:
     return param.shape[0] * cuts[0].size if param.shape else 0
 
 
-def _check_inside(param: TrainerParam, size: int, where: str) -> None:
-    end = param.offset + prod(param.shape)
-    if param.offset < 0 or end > size:
-        raise ValueError(
-            f"{where}: {param.name} takes [{param.offset}, {end}) of buffer {param.buffer}, which has {size} elements"
-        )
+def _check_params(params: Sequence[TrainerParam], buffers: Sequence[BufferSpec], where: str) -> None:
+    """Each is given once, and lies in a buffer that is described."""
+    sizes = {buffer.name: buffer.num_elements for buffer in buffers}
+    seen = set[str]()
+    for param in params:
+        if param.name in seen:
+            raise ValueError(f"{where}: parameter {param.name} is given twice")
+        seen.add(param.name)
+        size = sizes.get(param.buffer)
+        if size is None:
+            raise ValueError(f"{where}: {param.name} lies in buffer {param.buffer}, which is not described")
+        end = param.offset + prod(param.shape)
+        if param.offset < 0 or end > size:
+            raise ValueError(
+                f"{where}: {param.name} takes [{param.offset}, {end}) of buffer {param.buffer}, "
+                f"which has {size} elements"
+            )
 
 
 def _window(param: TrainerParam, grid: tuple[int, ...], owned: Mapping[str, tuple[int, int]]) -> tuple[Box, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -11,7 +12,9 @@ from megastream.layout.box import Box
 from megastream.layout.columns import Ints, Numbered, ShardColumns, columns_of
 from megastream.layout.shard import BufferSpec, RankLayout, Side, TensorSpec
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
+
+PartT = TypeVar("PartT")
 
 _Numbers = tuple[int, ...]
 _NUM_COLUMNS = 5
@@ -25,9 +28,17 @@ class _Tensors(msgspec.Struct, frozen=True, array_like=True):
     kind_of: bytes
 
 
+class _Geometry(msgspec.Struct, frozen=True, array_like=True):
+    """Boxes and strides, which shards refer to by number."""
+
+    boxes: tuple[tuple[_Numbers, _Numbers], ...]
+    steps: tuple[_Numbers, ...]
+
+
 class _Wire(msgspec.Struct, frozen=True, array_like=True):
-    """Names, boxes and strides are written once. `tensors`: `_Tensors`, encoded by themselves. `shards`: tensor, box,
-    buffer, offset and strides of all shards, as one column of little-endian 64-bit numbers behind the other."""
+    """What ranks have in common is encoded by itself: `tensors` (`_Tensors`), `buffers` and `geometry` (`_Geometry`).
+    `shards`: tensor, box, buffer, offset and strides of all shards, as one column of little-endian 64-bit numbers
+    behind the other."""
 
     version: int
     side: Side
@@ -35,17 +46,25 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
     world_size: int
     coords: dict[str, int]
     tensors: bytes
-    buffers: tuple[BufferSpec, ...]
-    boxes: tuple[tuple[_Numbers, _Numbers], ...]
-    steps: tuple[_Numbers, ...]
+    buffers: bytes
+    geometry: bytes
     shards: bytes
     unused: tuple[str, ...]
     notes: dict[str, str]
 
 
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    """What all versions begin with."""
+
+    version: int
+
+
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _decoder = msgspec.msgpack.Decoder(_Wire)
+_head_decoder = msgspec.msgpack.Decoder(_Head)
 _tensors_decoder = msgspec.msgpack.Decoder(_Tensors)
+_buffers_decoder = msgspec.msgpack.Decoder(tuple[BufferSpec, ...])
+_geometry_decoder = msgspec.msgpack.Decoder(_Geometry)
 
 
 def encode_layout(layout: RankLayout) -> bytes:
@@ -67,9 +86,8 @@ def encode_layout(layout: RankLayout) -> bytes:
             world_size=layout.world_size,
             coords=layout.coords,
             tensors=_encoder.encode(_tensors(layout.tensors)),
-            buffers=layout.buffers,
-            boxes=tuple((box.lo, box.hi) for box in columns.boxes),
-            steps=columns.steps,
+            buffers=_encoder.encode(layout.buffers),
+            geometry=_encoder.encode(_Geometry(tuple((box.lo, box.hi) for box in columns.boxes), columns.steps)),
             shards=numbers.astype("<i8").tobytes(),
             unused=layout.unused,
             notes=layout.notes,
@@ -83,29 +101,52 @@ def decode_layout(raw: bytes | memoryview) -> RankLayout:
 
 
 def decode_layouts(blobs: Iterable[bytes | memoryview]) -> list[RankLayout]:
-    """`decode_layout` of each; those that describe the same tensors share one tuple of them."""
-    known: dict[bytes, tuple[TensorSpec, ...]] = {}
+    """`decode_layout` of each; what several of them say alike (tensors, buffers, boxes) is decoded once and shared."""
+    known = _Known()
     return [_decode(raw, known) for raw in blobs]
 
 
-def _decode(raw: bytes | memoryview, known: dict[bytes, tuple[TensorSpec, ...]]) -> RankLayout:
+class _Known:
+    """Parts of layouts that are decoded already, by their bytes."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[bytes, tuple[TensorSpec, ...]] = {}
+        self.buffers: dict[bytes, tuple[BufferSpec, ...]] = {}
+        self.geometry: dict[bytes, tuple[tuple[Box, ...], tuple[_Numbers, ...]]] = {}
+
+
+def _once(known: dict[bytes, PartT], raw: bytes, decode: Callable[[bytes], PartT]) -> PartT:
+    found = known.get(raw)
+    if found is None:
+        found = known[raw] = decode(raw)
+    return found
+
+
+def _decode(raw: bytes | memoryview, known: _Known) -> RankLayout:
     try:
+        if (version := _head_decoder.decode(raw).version) != WIRE_VERSION:
+            raise ValueError(f"layout has wire version {version}, this side reads {WIRE_VERSION}; use equal releases")
         wire = _decoder.decode(raw)
-        if wire.version == WIRE_VERSION and wire.tensors not in known:
-            known[wire.tensors] = _specs(_tensors_decoder.decode(wire.tensors), f"{wire.side} rank {wire.rank}")
+        where = f"layout of {wire.side} rank {wire.rank}"
+        tensors = _once(known.tensors, wire.tensors, lambda part: _specs(part, where))
+        buffers = _once(known.buffers, wire.buffers, _buffers_decoder.decode)
+        boxes, steps = _once(known.geometry, wire.geometry, _geometry)
     except msgspec.MsgspecError as error:
         raise ValueError(f"layout of {len(raw)} bytes cannot be read: {error}") from error
-    if wire.version != WIRE_VERSION:
-        raise ValueError(f"layout has wire version {wire.version}, this side reads {WIRE_VERSION}; use equal releases")
-    tensors = known[wire.tensors]
+    if len(wire.shards) % (_NUM_COLUMNS * 8):
+        raise ValueError(f"{where} has {len(wire.shards)} bytes of shards; {_NUM_COLUMNS * 8} each are expected")
+    columns = np.frombuffer(wire.shards, "<i8").reshape(_NUM_COLUMNS, -1).astype(np.int64)
+    counted = {"tensor": (0, tensors), "box": (1, boxes), "buffer": (2, buffers), "strides": (4, steps)}
+    for what, (column, items) in counted.items():
+        _check_known(where, what, columns[column], len(items))
     return RankLayout(
         side=wire.side,
         rank=wire.rank,
         world_size=wire.world_size,
         coords=wire.coords,
         tensors=tensors,
-        buffers=wire.buffers,
-        shards=_shards(wire, tensors),
+        buffers=buffers,
+        shards=ShardColumns(wire.rank, tensors, buffers, boxes, steps, *columns),
         unused=wire.unused,
         notes=wire.notes,
     )
@@ -117,32 +158,20 @@ def _tensors(specs: tuple[TensorSpec, ...]) -> _Tensors:
     return _Tensors(tuple([spec.name for spec in specs]), tuple(kinds.items), kind_of.tobytes())
 
 
-def _specs(wire: _Tensors, where: str) -> tuple[TensorSpec, ...]:
+def _specs(raw: bytes, where: str) -> tuple[TensorSpec, ...]:
+    wire = _tensors_decoder.decode(raw)
     if len(wire.kind_of) != 4 * len(wire.names):
-        raise ValueError(
-            f"layout of {where} has {len(wire.names)} tensors, and {len(wire.kind_of)} bytes of their kinds"
-        )
+        raise ValueError(f"{where} has {len(wire.names)} tensors, and {len(wire.kind_of)} bytes of their kinds")
     numbers = np.frombuffer(wire.kind_of, "<u4").astype(np.int64)
-    _check_known(f"layout of {where}", "tensor kind", numbers, len(wire.kinds))
-    kinds = zip(wire.names, map(wire.kinds.__getitem__, numbers.tolist()), strict=True)
-    return tuple([TensorSpec(name, shape, dtype) for name, (shape, dtype) in kinds])
+    _check_known(where, "tensor kind", numbers, len(wire.kinds))
+    shapes, dtypes = [shape for shape, _ in wire.kinds], [dtype for _, dtype in wire.kinds]
+    kinds = numbers.tolist()
+    return tuple(map(TensorSpec, wire.names, map(shapes.__getitem__, kinds), map(dtypes.__getitem__, kinds)))
 
 
-def _shards(wire: _Wire, tensors: tuple[TensorSpec, ...]) -> ShardColumns:
-    where = f"layout of {wire.side} rank {wire.rank}"
-    if len(wire.shards) % (_NUM_COLUMNS * 8):
-        raise ValueError(f"{where} has {len(wire.shards)} bytes of shards; {_NUM_COLUMNS * 8} each are expected")
-    numbers = np.frombuffer(wire.shards, "<i8").reshape(_NUM_COLUMNS, -1).astype(np.int64)
-    tensor, box, buffer, offset, strides = numbers
-    for what, column, known in (
-        ("tensor", tensor, len(tensors)),
-        ("box", box, len(wire.boxes)),
-        ("buffer", buffer, len(wire.buffers)),
-        ("strides", strides, len(wire.steps)),
-    ):
-        _check_known(where, what, column, known)
-    boxes = tuple(Box(lo, hi) for lo, hi in wire.boxes)
-    return ShardColumns(wire.rank, tensors, wire.buffers, boxes, wire.steps, tensor, box, buffer, offset, strides)
+def _geometry(raw: bytes) -> tuple[tuple[Box, ...], tuple[_Numbers, ...]]:
+    wire = _geometry_decoder.decode(raw)
+    return tuple(Box(lo, hi) for lo, hi in wire.boxes), wire.steps
 
 
 def _check_known(where: str, what: str, column: Ints, known: int) -> None:

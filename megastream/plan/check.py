@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megastream.layout.box import Box
 from megastream.layout.columns import Ints, packed
 from megastream.layout.pack import item_bytes
-from megastream.layout.shard import BufferSpec, RankLayout, Shard, Side, TensorSpec
+from megastream.layout.shard import RankLayout, Shard, Side, TensorSpec
 from megastream.plan.names import Names, check_names, join_names
 from megastream.plan.table import ShardTable, Tables, alike, runs, tables
 from megastream.plan.types import Transform
@@ -63,20 +63,14 @@ def _check_ranks(layouts: Sequence[RankLayout], side: Side) -> None:
     world = layouts[0].world_size if layouts else 0
     if not layouts or sorted(ranks) != list(range(world)) or any(item.world_size != world for item in layouts):
         raise ValueError(f"{side} layouts are of ranks {sorted(ranks)} of {world}; every rank is needed exactly once")
-    unique: dict[int, tuple[BufferSpec, ...]] = {}
     for layout in layouts:
         if layout.side != side:
             raise ValueError(f"layout of {layout.side} rank {layout.rank} was given as one of the {side}")
-        if id(layout.buffers) not in unique:
-            _check_unique_buffers(layout)
-        unique[id(layout.buffers)] = layout.buffers
-
-
-def _check_unique_buffers(layout: RankLayout) -> None:
-    names = [spec.name for spec in layout.buffers]
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{layout.side} rank {layout.rank} describes buffer {twice} twice")
+    for layout in {id(layout.buffers): layout for layout in reversed(layouts)}.values():
+        names = [spec.name for spec in layout.buffers]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{side} rank {layout.rank} describes buffer {twice} twice")
 
 
 def _check_stages(names: Names, trainer: Sequence[RankLayout], place_of: PlaceOf) -> None:
@@ -90,7 +84,8 @@ def _check_stages(names: Names, trainer: Sequence[RankLayout], place_of: PlaceOf
         if place_of(name).layer is not None:
             one, other = [stage for stage, tensors in held.items() if tensors[number]][:2]
             raise ValueError(
-                f"{name}: trainer stages {one} and {other} both hold it; parameter names must carry global layer indices"
+                f"{name}: trainer stages {one} and {other} both hold it; "
+                "parameter names must carry global layer indices"
             )
 
 

@@ -77,14 +77,14 @@ def _locate(
     order = order[np.lexsort((side.offset[order], side.buffer[order] * num_tensors + side.tensor[order]))]
     place = (side.buffer * num_tensors + side.tensor)[order]
     wanted = np.where((buffer < 0) | (tensor < 0), -1, buffer * num_tensors + tensor)
-    # Places by number; the last shard of a copy's place that begins at or before it.
-    first, _ = runs(place)
-    ordinal = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(place))))
+    first, length = runs(place)
     number = np.searchsorted(place[first], wanted)
-    known = place[first].take(number, mode="clip") == wanted if len(first) else np.zeros(len(wanted), dtype=bool)
+    known = np.append(place[first], -2)[number] == wanted
+    begin = np.append(first, len(place))[number]
+    # The last shard of the place that begins at or before the copy: offsets count within places.
     base = int(max(side.offset.max(initial=0), offset.max(initial=0))) + 2
+    ordinal = np.repeat(np.arange(len(first)), length)
     at = np.searchsorted(ordinal * base + side.offset[order], number * base + offset, side="right") - 1
-    begin = np.where(known, first.take(number, mode="clip"), len(order)) if len(first) else np.zeros_like(at)
     found, lo = np.full(len(wanted), -1, dtype=np.int64), np.zeros_like(extent)
     open_rows = np.flatnonzero(known & (at >= begin))
     while len(open_rows):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 import xxhash
 
-from megastream.layout.columns import Ints, Numbered
+from megastream.layout.columns import Ints
 from megastream.layout.rules import RULES_VERSION
 from megastream.plan.pieces import PieceTable
 from megastream.plan.table import Geometry, ShardTable
@@ -41,13 +41,13 @@ def _add_geometry(digest: xxhash.xxh3_128, geometry: Geometry) -> None:
 
 
 def _add_side(digest: xxhash.xxh3_128, side: ShardTable) -> None:
-    dtypes = Numbered[str]()
-    lists = {id(layout.tensors): layout.tensors for layout in side.layouts}
-    numbers = {key: bytes(dtypes.numbers([spec.dtype for spec in specs])) for key, specs in lists.items()}
     for layout in side.layouts:
-        head = layout.side, layout.rank, layout.world_size, layout.coords, layout.unused, layout.notes
-        digest.update(_encoder.encode((head, layout.buffers)))
-    digest.update(_encoder.encode((dtypes.items, [numbers[id(layout.tensors)] for layout in side.layouts])))
+        digest.update(_encoder.encode((layout.side, layout.rank, layout.world_size, layout.coords)))
+        digest.update(_encoder.encode((layout.unused, layout.notes, layout.buffers)))
+    lists = {id(layout.tensors): layout.tensors for layout in side.layouts}
+    dtypes = {key: _encoder.encode([spec.dtype for spec in specs]) for key, specs in lists.items()}
+    for layout in side.layouts:
+        digest.update(dtypes[id(layout.tensors)])
     _add(digest, (side.described, side.rank, side.tensor, side.box, side.buffer, side.offset, side.strides))
 
 

@@ -61,9 +61,7 @@ def join_names(layouts: Sequence[RankLayout]) -> Names:
     for row in np.flatnonzero(shape[number] != kind)[:1].tolist():
         layout = list(described.values())[int(np.searchsorted(ends, row, side="right"))]
         spec, other = specs[row], specs[first[number[row]]]
-        raise ValueError(
-            f"{spec.name}: {layout.side} rank {layout.rank} says {spec.shape}, another rank {other.shape}"
-        )
+        raise ValueError(f"{spec.name}: {layout.side} rank {layout.rank} says {spec.shape}, another rank {other.shape}")
     tensors = tuple([specs[row] for row in first.tolist()])
     for at, large in enumerate(shapes.items):
         if prod(large) > MAX_ELEMENTS:

@@ -89,23 +89,24 @@ class PieceTable(Pieces):
         new = ints([seq for seq in seqs.tolist() if seq not in self._made])
         copies, sources, counts = self._copies(new), self.tables.source.buffers, self.num_copies[new]
         transforms: dict[bool, Transform] = {True: "none", False: "cast"}
-        ends = np.cumsum(counts)
-        columns = (new, self.source, self.target, self.buffer, self.unit, self.dtype, self.num_elements, self.num_bytes)
-        spans = (ends - counts).tolist(), ends.tolist()
-        rows = zip(*(column.tolist() if column is new else column[new].tolist() for column in columns), *spans)
-        for seq, source, target, buffer, unit, dtype, elements, num_bytes, begin, end in rows:
+        begins = np.cumsum(counts) - counts
+        columns = (self.source, self.target, self.buffer, self.unit, self.dtype, self.num_elements, self.num_bytes)
+        numbers = (new, *(column[new] for column in columns), begins, begins + counts)
+        for seq, source, target, buffer, unit, dtype, num_elements, num_bytes, begin, end in zip(
+            *map(np.ndarray.tolist, numbers), strict=True
+        ):
             spec, name = sources[buffer], self.dtypes[dtype]
             self._made[seq] = Piece(
-                seq,
-                source,
-                target,
-                spec.name,
-                self.units[unit],
-                name,
-                transforms[spec.dtype == name],
-                elements,
-                num_bytes,
-                copies[begin:end],
+                seq=seq,
+                source=source,
+                target=target,
+                source_buffer=spec.name,
+                unit=self.units[unit],
+                dtype=name,
+                transform=transforms[spec.dtype == name],
+                num_elements=num_elements,
+                num_bytes=num_bytes,
+                copies=copies[begin:end],
             )
         return tuple([self._made[seq] for seq in seqs.tolist()])
 

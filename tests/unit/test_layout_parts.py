@@ -173,11 +173,13 @@ def test_wire_round_trip_and_refusals() -> None:
     first = world.engine[0]
     reordered = replace(first, coords=dict(reversed(first.coords.items())))
     assert encode_layout(reordered) == encode_layout(first)
-    for broken in (raw[:-1], b"", b"\x93\x01\x02\x03"):
+    for broken in (raw[:-1], b"", b"\x93\x03\x02\x03"):
         with pytest.raises(ValueError, match="cannot be read"):
             decode_layout(broken)
-    with pytest.raises(ValueError, match="wire version 9, this side reads 2"):
+    with pytest.raises(ValueError, match="wire version 9, this side reads 3"):
         decode_layout(raw[:1] + b"\x09" + raw[2:])
+    with pytest.raises(ValueError, match="wire version 2, this side reads 3"):
+        decode_layout(b"\x93\x02\x02\x03")  # whatever else another version says
     orphan = replace(first.shards[0], buffer="nowhere")
     with pytest.raises(ValueError, match="buffer nowhere"):
         encode_layout(replace(first, shards=(orphan,)))
