@@ -211,6 +211,7 @@ class Family:
         """Layers repeat their names: what a name stands for is worked out once for all layers of a shape."""
         inside = _IN_LAYER.fullmatch(name)
         entries = self._known(shape).entries
+        key: tuple[str | int | None, ...]
         key = (side, name, expert) if inside is None else (side, inside[1], inside[3], expert)
         alike = entries.get(key)
         if alike is None:
@@ -238,10 +239,11 @@ class Family:
         return _Alike(entry, layer, tuple(around))
 
     def _match(self, index: dict[str, Row], name: str, what: str) -> _Match:
-        text, numbers = _NUMBER.split(name)[::2], [int(number) for number in _NUMBER.findall(name)]
-        row = index.get(".#".join(text))
+        parts = _NUMBER.split(name)
+        pattern, numbers = ".#".join(parts[::2]), [int(number) for number in parts[1::2]]
+        row = index.get(pattern)
         if row is None and (last := _LAST_NUMBER.search(name)):
-            row = index.get(".#".join(text)[: -len(last[0])] + "#")
+            row = index.get(pattern[: -len(last[0])] + "#")
             numbers.append(int(last[0]))
         if row is None:
             raise ValueError(f"{what} {name} has no rule in family {self.name}: add a row to its table")

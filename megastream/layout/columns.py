@@ -51,12 +51,13 @@ def ints(numbers: Iterable[int]) -> Ints:
 
 
 def packed(*columns: Ints) -> Ints:
-    """Rows of numbers, none negative, as one number each, in the rows' order: equal rows give equal ones."""
+    """Rows of numbers, none negative, as one number each, in the rows' order: equal rows give equal ones.
+
+    Numbers too large for that are replaced by their ranks among what is there."""
     keys, most = np.zeros_like(columns[0]), 1
     for column in columns:
         size = int(column.max(initial=0)) + 1
         if most * size > MAX_KEY:
-            # Ranks among what is there stand for the numbers themselves.
             keys, column = (np.unique(each, return_inverse=True)[1] for each in (keys, column))
             most, size = (int(each.max(initial=0)) + 1 for each in (keys, column))
         keys, most = keys * size + column, most * size
@@ -174,7 +175,7 @@ class Parameters:
         self._buffer, self._base = ints(buffers), ints(bases)
         specs = [spec for each in tensors for spec in each]
         names = [spec.name for spec in specs]
-        # The tensors of parameter i are `number[first[i] : first[i] + num[i]]` of `specs`.
+        # The tensors of parameter i are `_number[_first[i] : _first[i] + _num[i]]`, which count in `_specs`.
         self._specs = tuple(dict(zip(names, specs, strict=True)).values())
         self._number = ints(Numbered[str]().numbers(names))
         self._num = ints(map(len, tensors))
@@ -188,8 +189,8 @@ class Parameters:
 
     def renamed(self, params: Sequence[int], tensors: Iterable[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:
         """All tensors, when these parameters are of these tensors instead, each of as many."""
-        specs, params = list(self._specs), np.array(params, dtype=np.int64)
-        _, at = expand(self._first[params], self._num[params])
+        specs, rows = list(self._specs), ints(params)
+        _, at = expand(self._first[rows], self._num[rows])
         for number, spec in zip(self._number[at].tolist(), chain.from_iterable(tensors), strict=True):
             specs[number] = spec
         return tuple(specs)
