@@ -11,7 +11,7 @@ from megastream import __version__
 from megastream.cli.convert import convert_command, verify_command
 from megastream.cli.plan import plan_command
 from megastream.cli.serve import OPTIONS, serve_command
-from megastream.cli.swap import swap_expert_command
+from megastream.cli.swap import swap_command, swap_expert_command
 from megastream.cli.train import train_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -21,6 +21,7 @@ app.command("verify")(verify_command)
 app.command("train")(train_command)
 app.command("serve", context_settings=OPTIONS)(serve_command)
 app.command("swap-expert")(swap_expert_command)
+app.command("swap")(swap_command)
 
 
 def _version(wanted: bool) -> None:

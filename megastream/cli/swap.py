@@ -1,4 +1,4 @@
-"""`megastream swap-expert`: another expert for a running engine."""
+"""`megastream swap-expert`: another expert for a running engine. `megastream swap`: what swaps cost, measured."""
 
 from __future__ import annotations
 
@@ -26,3 +26,17 @@ def swap_expert_command(
     raise typer.Exit(
         run_swap_expert(source, layer, expert, redis_url=redis_url, run_id=run_id, engine=engine, deadline_s=deadline_s)
     )
+
+
+def swap_command(
+    config: Annotated[Path, typer.Argument(help="The YAML file of the experiment, e.g. configs/swap.yaml.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; default runs/<name of the file>.")] = None,
+) -> None:
+    """Swap experts of one checkpoint into a vLLM that answers with another's, and measure what it costs.
+
+    Starts the engine itself; requests are made live or replayed. Results as JSON, CSV and an HTML page: bytes that are
+    live early, tokens that met two versions, gaps, and how far logprobs are from those of the strict gate.
+    """
+    from megastream.rl.swap_launch import run_swap
+
+    raise typer.Exit(run_swap(config, out))

@@ -57,8 +57,8 @@ def launch(config: configs.Config, folder: Path, redis_url: str | None) -> None:
         print(f"swept from a run that died here: {found}")
     refuse_foreign(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _owned(folder) as owner, ExitStack() as stack:
-        _refuse_unfit(owner.folder)
+    with owning(folder) as owner, ExitStack() as stack:
+        refuse_unfit(owner.folder)
         url, servers = "", []
         if redis_url is not None:
             url = stack.enter_context(_login(redis_url))
@@ -67,7 +67,7 @@ def launch(config: configs.Config, folder: Path, redis_url: str | None) -> None:
             url, servers = server.url, [Child("redis", server.pid, None)]
         RedisLog(url, owner.run_id, reconnect_s=config.deadlines.reconnect_s).close()  # refuses a server that is away
         # Entered last, so that it ends first: children may still need the control plane to say goodbye.
-        children = stack.enter_context(Children(folder, owner, config.deadlines.stop_s, _environment()))
+        children = stack.enter_context(Children(folder, owner, config.deadlines.stop_s, child_environment()))
         children.adopt(servers)
         job = Job(
             run_id=owner.run_id,
@@ -101,7 +101,7 @@ def _run(job: Job, children: Children, config: configs.Config) -> None:
             may_end=ranks,
             deadline_s=_silence_s(config.deadlines),
             every=progress.update,
-            sign_of_life=lambda: [_size(job.results / f"{rank.name}.jsonl") for rank in ranks],
+            sign_of_life=lambda: [size_of(job.results / f"{rank.name}.jsonl") for rank in ranks],
         )
         progress.catch_up()
         host.terminate()
@@ -137,12 +137,12 @@ def _silence_s(deadlines: configs.DeadlineConfig) -> float:
     return deadlines.start_s + deadlines.attach_s + 12 * deadlines.step_s
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
 @contextmanager
-def _owned(folder: Path) -> Iterator[Owner]:
+def owning(folder: Path) -> Iterator[Owner]:
     """A temporary folder and an owner file, with a guard that outlives us; all gone afterwards."""
     run_id = uuid.uuid4().hex
     started = start_time(os.getpid())
@@ -180,7 +180,7 @@ def _login(redis_url: str) -> Iterator[str]:
         del os.environ[LOGIN]
 
 
-def _refuse_unfit(folder: str) -> None:
+def refuse_unfit(folder: str) -> None:
     """vLLM's sockets lie in the temporary folder, under names of up to 50 bytes, and 107 fit in all.
 
     torch and vLLM also write its path into file:// URLs, unquoted on both sides: there # and ? would end it.
@@ -200,7 +200,7 @@ def _trainer_environment(config: configs.Config) -> dict[str, str]:
     return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.trainer.deterministic else {}
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """What all children get besides their own: one thread each, no network, no usage statistics."""
     # Compiled helpers want a C++ compiler on CPU; on a GPU the engine's graphs need them.
     on_cpu = {} if Path("/proc/driver/nvidia").exists() else {"TORCH_COMPILE_DISABLE": "1"}

@@ -45,9 +45,9 @@ async def _ask(job: Job) -> list[dict[str, Any]]:
 
 def fresh_answers(run_folder: Path, deadline_s: float) -> list[dict[str, Any]]:
     """The answers of a fresh engine in a process of its own."""
-    from megastream.rl.launch import _environment
+    from megastream.rl.launch import child_environment
 
-    environment = {**os.environ, **_environment(), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, **child_environment(), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.fresh_engine", str(run_folder)],
         env=environment,

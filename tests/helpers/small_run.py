@@ -62,8 +62,8 @@ def write_config(folder: Path, **changes: object) -> Path:
     return path
 
 
-def start(config: Path, out: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The quickstart command in its own process; standard error is its last word. It ends with the test's process.
+def start(config: Path, out: Path, *arguments: str, command: str = "quickstart") -> subprocess.Popen[str]:
+    """The command in its own process; standard error is its last word. It ends with the test's process.
 
     Ctrl-C reaches it also where the tests themselves run in the background of a shell, which ignores that signal there.
     """
@@ -74,7 +74,7 @@ def start(config: Path, out: Path, *arguments: str) -> subprocess.Popen[str]:
         end_with_us()
 
     return subprocess.Popen(
-        [sys.executable, "-m", "megastream.cli.main", "quickstart", str(config), "--out", str(out), *arguments],
+        [sys.executable, "-m", "megastream.cli.main", command, str(config), "--out", str(out), *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

@@ -9,7 +9,7 @@ import pytest
 
 from megastream.rl import owned
 from megastream.rl.folder import JOB_FILE, REFUSED_LOG, forget_results, refuse_foreign, take_over
-from megastream.rl.launch import _refuse_unfit, run_quickstart
+from megastream.rl.launch import refuse_unfit, run_quickstart
 from tests.helpers.small_run import write_config
 
 OURS = {"run_id": "r", "engine": "e", "control_url": "u", "config": {}}
@@ -93,10 +93,10 @@ def test_prepared_files_take_the_places_of_forgotten_ones(tmp_path: Path) -> Non
 
 
 def test_a_temporary_folder_that_urls_and_sockets_cannot_carry_is_named() -> None:
-    _refuse_unfit("/tmp/a b%41é")
+    refuse_unfit("/tmp/a b%41é")
     for folder, words in [("/tmp/" + "é" * 26, "57 bytes"), ("/tmp/a#b", "TMPDIR"), ("/tmp/a?b", "TMPDIR")]:
         with pytest.raises(ValueError, match=words):
-            _refuse_unfit(folder)
+            refuse_unfit(folder)
 
 
 def test_processes_that_do_not_end_are_one_line(

@@ -51,6 +51,8 @@ EXCEPTIONS = {
     ("rl/engine_start.py", "vllm"): "likewise: AsyncLLM, started by forking on a CPU",
     ("rl/answers.py", "vllm"): "likewise: sampling parameters of the questions",
     ("rl/fixed.py", "vllm"): "likewise: sampling parameters of the fixed prompts",
+    ("rl/swap_run.py", "vllm"): "likewise: the host of the swap experiment",
+    ("rl/swap_traffic.py", "vllm"): "likewise: sampling parameters of its requests",
     ("trainer/checkpoint_index.py", "pickle"): "the name of an error; torch reads its own index",
 }
 
