@@ -85,7 +85,7 @@ class Host:
 
     def __init__(self, job: Job, engine: AsyncLLM, log: RedisLog) -> None:
         self._job, self._engine, self._log = job, engine, log
-        self._notes = Notes(log, "the engine host")
+        self._notes = Notes(log)
         self._sync = EngineSync(log, engine=job.engine)
         load = EngineSyncSettings(load_s=job.config.deadlines.step_s)
         self._whole = EngineSync(log, engine=job.engine, settings=load)

@@ -66,8 +66,8 @@ def passes_of(config: Config) -> list[Pass]:
 class Notes:
     """Small facts that one process leaves under a name and another waits for. They live in the control plane."""
 
-    def __init__(self, log: ControlLog, who: str) -> None:
-        self._log, self._who = log, who
+    def __init__(self, log: ControlLog) -> None:
+        self._log = log
 
     def leave(self, name: str, **facts: Any) -> None:
         self._log.put_blob(f"note/{name}", msgspec.json.encode(facts))
@@ -77,12 +77,12 @@ class Notes:
         raw = self._log.get_blob(f"note/{name}")
         return None if raw is None else msgspec.json.decode(raw)
 
-    def wait(self, name: str, deadline_s: float, whom: str) -> dict[str, Any]:
-        """Blocks until the note is there. TimeoutError says who waited for whom."""
+    def wait(self, name: str, deadline_s: float, missing: str) -> dict[str, Any]:
+        """Blocks until the note is there. TimeoutError says for how long, and what was `missing`."""
         end = time.monotonic() + deadline_s
         while (facts := self.look(name)) is None:
             if time.monotonic() > end:
-                raise TimeoutError(f"{self._who} waited {deadline_s:g} s for {whom} to leave the note {name}")
+                raise TimeoutError(f"waited {deadline_s:g} s for {missing}")
             time.sleep(0.02)
         return facts
 

@@ -146,7 +146,7 @@ def _train_synced(rank: Rank, one: Pass, sync: TrainerSync) -> None:
     if one.checked:
         if rank.rank == 0:
             rank.notes.leave(f"trained/{one.name}", base=attached.version, last=last)
-        rank.notes.wait(f"enough/{one.name}", 10 * rank.job.config.deadlines.step_s, "the engine host")
+        rank.notes.wait(f"enough/{one.name}", 10 * rank.job.config.deadlines.step_s, "the engine's last answers")
     sync.finished(f"pass {one.name} is done")
 
 
@@ -156,7 +156,7 @@ def _have_checked(rank: Rank, sync: TrainerSync, version: int) -> None:
     sync.wait_committed(version, deadline_s)
     path = rank.adapter.save_raw(rank.job.temp / f"raw-{version}")
     rank.notes.leave(f"raw/{version}/{rank.rank}", path=str(path))
-    rank.notes.wait(f"checked/{version}", deadline_s, "the engine host")
+    rank.notes.wait(f"checked/{version}", deadline_s, f"the comparison of version {version} with the engine")
 
 
 def _forward_backward(rank: Rank, index: int) -> float | None:
@@ -247,7 +247,7 @@ def train(job: Job, number: int) -> None:
         deadline_s=2 * config.deadlines.step_s,  # one rank may wait step_s for the engine while others wait for it
     )
     log = RedisLog(job.control_url, job.run_id, reconnect_s=config.deadlines.reconnect_s)
-    notes, lines = Notes(log, f"trainer rank {number}"), LineLog(job.results / f"trainer-{number}.jsonl")
+    notes, lines = Notes(log), LineLog(job.results / f"trainer-{number}.jsonl")
     batches = Batches(read_pairs(job.results / TRAIN_FILE), config.data.seq_length, config.seed)
     chunks, optimizer = build(trainer)
     adapter = MegatronAdapter(
@@ -261,7 +261,8 @@ def train(job: Job, number: int) -> None:
         ownership=config.ownership[0],
     )
     rank = Rank(job, number, chunks, optimizer, adapter, batches, log, notes, lines)
-    notes.wait("generating", config.deadlines.start_s, "the engine host")
+    missing = "the engine to come up and generate; a busy machine needs longer: raise deadlines.start_s"
+    notes.wait("generating", config.deadlines.start_s, missing)
     for one in passes_of(config):
         run_pass(rank, one)
     lines.close()
