@@ -47,7 +47,7 @@ def plan_command(
         int | None, typer.Option(help="Most bytes of an engine rank's device that its staging may take.")
     ] = None,
     staging_host_bytes: Annotated[
-        int | None, typer.Option(help="Likewise of host memory, which takes what does not fit on the device.")
+        int | None, typer.Option(help="Likewise of host memory; what fits in neither is pulled.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     html: Annotated[Path | None, typer.Option(help="Also write the map as one HTML file.")] = None,
@@ -111,7 +111,7 @@ def _report(
         hardware=machine,
         expected=None
         if machine is None
-        else expect(cost, load_of(both, is_expert, active), machine, staging.host_set_bytes),
+        else expect(cost, load_of(both, is_expert, active), machine, staging.host_set_bytes, staging.pulled_bytes),
     )
 
 

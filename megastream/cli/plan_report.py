@@ -23,7 +23,6 @@ MOST_RANKS = 16
 """More of them are shown by pipeline stage (trainer) or node (engine)."""
 NODE_RANKS = 8
 MOST_LINKS = 8
-MOST_REFUSALS = 1
 
 
 @dataclass(frozen=True)
@@ -152,13 +151,23 @@ def print_report(report: Report, console: Console) -> None:
         _print_model(report.hardware, console)
     for each in report.refused:
         console.print(f"[yellow]refused[/] {each.tensors}: {each.why}", highlight=False)
-    for refusal in report.staging.refusals[:MOST_REFUSALS]:
-        console.print(f"[yellow]refused[/] {refusal}", highlight=False)
-    if (more := len(report.staging.refusals) - MOST_REFUSALS) > 0:
-        console.print(f"[yellow]refused[/] likewise {more} more engine ranks", highlight=False)
+    _print_pulled(report.staging, console)
     for names, ranks in _unused(plan.unused).items():
         console.print(f"never computed with on engine ranks {ranks}: {', '.join(names)}", highlight=False)
     console.print(f"digest {plan.digest}", highlight=False)
+
+
+def _print_pulled(staging: Staging, console: Console) -> None:
+    """What a commit pulls, what that risks, and what would end it."""
+    if not (found := staging.shortages):
+        return
+    console.print(
+        "[yellow]pulled[/] inside each commit: a trainer that is lost meanwhile poisons the engine, until the next "
+        "complete version; steps wait for commits; gate version only",
+        highlight=False,
+    )
+    more = f"; likewise {len(found) - 1} more ranks" if len(found) > 1 else ""
+    console.print(f"[yellow]pulled[/] {found[0]}{more}", highlight=False)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -196,9 +205,11 @@ def staging_rows(staging: Staging) -> list[tuple[str, str]]:
     if not staging.placements:
         return [("peak staging of a rank", f"{sets}, {size(staging.peak_bytes)}")]
     on_device, on_host = staging.fullest
+    pulled = max(staging.pulled_bytes.values())
     return [
         ("most staging on a rank's device", f"{sets}, {size(on_device)}"),
         ("most staging of a rank in host memory", f"{sets}, {size(on_host)}"),
+        *([("most that a rank pulls inside a commit", size(pulled))] if pulled else []),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What `megastream plan` says about staging: what it takes of each engine rank, and what a budget has no room for."""
+"""What `megastream plan` says about staging: what it takes of each engine rank, and what is left to be pulled."""
 
 from __future__ import annotations
 
@@ -36,18 +36,23 @@ class Staging:
         return {rank: placement.host_bytes // self.num_sets for rank, placement in self.placements.items()}
 
     @property
+    def pulled_bytes(self) -> dict[int, int]:
+        """What a commit pulls from the trainer, by engine rank."""
+        return {rank: placement.pulled_bytes for rank, placement in self.placements.items()}
+
+    @property
     def fullest(self) -> tuple[int, int]:
         """Most bytes that a rank takes (on the device, in host memory)."""
         found = self.placements.values()
         return max(each.device_bytes for each in found), max(each.host_bytes for each in found)
 
     @property
-    def refusals(self) -> tuple[str, ...]:
-        """What an attachment would be refused with, by rank."""
+    def shortages(self) -> tuple[str, ...]:
+        """Why some ranks do not stage everything, rank by rank."""
         return tuple(
-            f"engine rank {rank}: {placement.refusal}"
+            f"engine rank {rank}: {placement.shortage}"
             for rank, placement in self.placements.items()
-            if placement.refusal
+            if placement.shortage
         )
 
     def as_dict(self) -> dict[str, Any] | None:
@@ -62,9 +67,10 @@ class Staging:
                 rank: {
                     "device_bytes": placement.device_bytes,
                     "host_bytes": placement.host_bytes,
+                    "pulled_bytes": placement.pulled_bytes,
                     "short_bytes": placement.short_bytes,
                     "host_units": [unit for bundle in placement.host for unit in bundle.units],
-                    "refused_units": [unit for bundle in placement.nowhere for unit in bundle.units],
+                    "pulled_units": list(placement.pulled_units),
                 }
                 for rank, placement in self.placements.items()
             },

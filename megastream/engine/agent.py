@@ -31,7 +31,6 @@ from megastream.protocol.records import (
     Accepted,
     Attach,
     Attached,
-    Bound,
     Detached,
     EngineReady,
     Failed,
@@ -256,10 +255,7 @@ class RankAgent:
         except (ValueError, LaneError, ControlError) as error:
             self._fail(record.attachment, f"engine rank {self.rank} cannot bind: {error}")
             return
-        name, units = record.attachment, tuple(unit for unit in plan.units if (unit, self.rank) in plan.elements)
-        self._outbox.post(
-            Bound(attachment=name, side="engine", rank=self.rank, digest=plan.digest, addresses=addresses, units=units)
-        )
+        self._outbox.post(bound.said(self.rank, addresses))
 
     def _adopt(self, bound: Attachment) -> None:
         """From here on this is the attachment. The gate may have changed on the worker's thread while it was made."""

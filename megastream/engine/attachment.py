@@ -13,9 +13,10 @@ from megastream.engine.stream import StreamSink
 from megastream.engine.whole import WholeSink
 from megastream.layout.shard import RankLayout
 from megastream.plan.types import Plan
+from megastream.protocol.lane import LaneAddress
 from megastream.protocol.mix import Gate
 from megastream.protocol.part_records import UnitsSealed
-from megastream.protocol.records import Attach, Failed, Record, Sealed
+from megastream.protocol.records import Attach, Bound, Failed, Record, Sealed
 from megastream.protocol.staging import Key
 from megastream.protocol.terms import Terms
 
@@ -44,6 +45,19 @@ class Attachment:
     def tier_bytes(self) -> tuple[int, int]:
         """Staging that is allocated, in use or not: bytes on the device, and in host memory."""
         return self.sink.tier_bytes if isinstance(self.sink, StreamSink) else (0, 0)
+
+    def said(self, rank: int, addresses: dict[int, LaneAddress]) -> Bound:
+        """The record that this rank has built the plan, and what it does not stage."""
+        pulled = self.sink.pulled if isinstance(self.sink, StreamSink) else ()
+        return Bound(
+            attachment=self.terms.attachment,
+            side="engine",
+            rank=rank,
+            digest=self.plan.digest,
+            addresses=addresses,
+            units=tuple(unit for unit in self.plan.units if (unit, rank) in self.plan.elements),
+            pulled=tuple(unit for unit in self.plan.units if unit in pulled),
+        )
 
     def choose(self, gate: Gate) -> None:
         """Versions that arrive from here on are cut for `gate`; whole-model updates know none. ProtocolError when the
@@ -98,7 +112,7 @@ def make_attachment(
 ) -> Attachment:
     """Staging and lanes for an Attach on the rank of `layout`. `post` gets its Sealed and Failed records.
 
-    ProtocolError when the plan cannot be cut for the gate, or the budget for staging is too small.
+    ProtocolError when the plan cannot be cut for the gate, or the gate needs more staging than the budget has.
     """
     terms = Terms(
         run_id=run_id,

@@ -50,6 +50,10 @@ class Bond:
     compared: dict[int, Compared] = field(default_factory=dict)
     holders: dict[str, set[int]] = field(default_factory=dict)
     """Engine ranks that hold a part of each of the plan's units, in plan order."""
+    pulls: bool = False
+    """Some rank does not stage everything: each commit asks the trainer for the rest."""
+    is_compared: bool = True
+    """The base version is compared in every unit, or will be."""
     commit_by_s: float = NEVER
     manifest_by_s: float = NEVER
     """Until when the version that is live in part has to be complete."""
@@ -64,6 +68,7 @@ class Bond:
     def take(self, record: Record) -> None:
         """What ranks and trainer say about units and versions. ProtocolError for a contradiction."""
         if isinstance(record, Bound) and record.side == "engine":
+            self.pulls = self.pulls or bool(record.pulled)
             for unit in record.units:
                 self.holders.setdefault(unit, set()).add(record.rank)
         if self.table is None:

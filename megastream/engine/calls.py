@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megastream.engine.attachment import Attachment
+from megastream.engine.compare import Comparison
 from megastream.engine.contract import ENGINE_ERRORS, LiveModel
 from megastream.engine.settings import EngineSettings
 from megastream.engine.stream import StreamSink
@@ -36,13 +37,16 @@ class RankCalls:
     def answer(self, op: str, payload: dict[str, Any]) -> dict[str, Any]:
         """Never raises. `error` says what went wrong, and then `done` is True.
 
-        `compare` {attachment, incarnation, version, attempt} -> {done, error}: one slice of the comparison.
+        `compare` {attachment, incarnation, version, attempt, pulls} -> {done, error}: one slice of the comparison.
+        `compare_pulled` {attachment, incarnation, version, attempt} -> {done, error}: behind it, when it `pulls`: what
+        is not staged, all of it at once.
         `gate` {gate} -> {done, error}: versions that arrive from here on are cut for it.
         `drop` {attachment, version, attempt} -> {done, error}: no commit of it follows, and its staging is free again.
         `expert_use` {attachment} -> {done, error, use}: how often each expert unit was routed to lately.
         """
         calls: dict[str, Callable[..., dict[str, Any]]]
-        calls = {"compare": self._compare, "gate": self._set_gate, "expert_use": self._expert_use, "drop": self._drop}
+        calls = {"compare": self._compare, "compare_pulled": self._compare_pulled, "drop": self._drop}
+        calls |= {"gate": self._set_gate, "expert_use": self._expert_use}
         if op not in calls:
             return {"done": True, "error": f"engine rank {self._rank} knows no call {op!r}"}
         try:
@@ -51,7 +55,9 @@ class RankCalls:
             reason = f"{type(error).__name__}: {error}"
             return {"done": True, "error": f"engine rank {self._rank} could not answer {op}: {reason}"}
 
-    def _compare(self, attachment: str, incarnation: int, version: int, attempt: int) -> dict[str, Any]:
+    def _compare(
+        self, attachment: str, incarnation: int, version: int, attempt: int, pulls: bool = False
+    ) -> dict[str, Any]:
         asked = attachment, Key(incarnation, version, attempt)
         if asked == self._compared:  # all ranks are asked until the last one is done; its staging may have gone by now
             return {"done": True}
@@ -59,16 +65,27 @@ class RankCalls:
         done = comparison.step(self._settings.compare_slice_s)
         if done:
             self._compared = asked
-            self._post(
-                Compared(
-                    attachment=attachment,
-                    rank=self._rank,
-                    tensors=comparison.tensors,
-                    differing=comparison.differing,
-                    first=comparison.first,
-                )
-            )
+        if done and not pulls:
+            self._say_compared(attachment, comparison)
         return {"done": done}
+
+    def _compare_pulled(self, attachment: str, incarnation: int, version: int, attempt: int) -> dict[str, Any]:
+        sink, key = self._sink(attachment), Key(incarnation, version, attempt)
+        comparison = sink.compare(key)
+        sink.compare_pulled(key, comparison)
+        self._say_compared(attachment, comparison)
+        return {}
+
+    def _say_compared(self, attachment: str, comparison: Comparison) -> None:
+        self._post(
+            Compared(
+                attachment=attachment,
+                rank=self._rank,
+                tensors=comparison.tensors,
+                differing=comparison.differing,
+                first=comparison.first,
+            )
+        )
 
     def _set_gate(self, gate: str) -> dict[str, Any]:
         chosen = check_gate(gate)

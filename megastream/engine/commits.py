@@ -11,7 +11,7 @@ from megastream.engine.contract import CommitRequest, CorePort
 from megastream.engine.gates import Gates, Locked
 from megastream.engine.settings import EngineSettings
 from megastream.protocol.mix import Mix
-from megastream.protocol.part_records import Mixed, PartCommitted, RankCommit
+from megastream.protocol.part_records import Mixed, PartCommitted, Pull, RankCommit
 from megastream.protocol.records import Poisoned, Record
 from megastream.protocol.staging import Key
 from megastream.protocol.step_records import Withdrawn
@@ -85,8 +85,19 @@ class Commits:
         units = table.start(key, part)
         mix = table.mix if part else None
         bond.commit_by_s = time.monotonic() + self._settings.commit_s
+        if bond.pulls:
+            self.ask(bond, key)
         request = CommitRequest(bond.name, key.incarnation, key.version, key.attempt, units, mix, bond.attach.over)
         self._core.commit(request, lambda ranks: self._locked(lambda: self._committed(bond, request, part, ranks)))
+
+    def ask(self, bond: Bond, key: Key) -> None:
+        """The trainer sends what the ranks do not stage of this version; once for a version."""
+        self._post(Pull(attachment=bond.name, **key._asdict()))
+
+    def is_newer(self, incarnation: int, base: int) -> bool:
+        """Whether a base version may be put over other bytes. Version 0 is the checkpoint that a fresh engine serves;
+        one above it comes from a trainer that resumed."""
+        return base > 0 if self.live is None else (incarnation, base) > self.live
 
     def withdrawn(self, bond: Bond, record: Withdrawn) -> None:
         """The version never becomes whole. Ranks forget it behind a commit of a part of it that may be under way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -34,19 +34,23 @@ class Comparison:
         end = time.monotonic() + slice_s
         while self._todo:
             name = self._todo.pop(0)
-            self.tensors += 1
-            if not self._equal(name):
-                self.differing += 1
-                self.first = self.first or name
+            self.add(name, self._staged[name], self._copies[name])
             if time.monotonic() >= end:
                 break
         return not self._todo
 
-    def _equal(self, name: str) -> bool:
-        staged, live = self._staged[name], self._live.read_live(name).contiguous().view(-1)
-        if live.dtype != staged.dtype or live.numel() != staged.numel():
+    def add(self, name: str, came: torch.Tensor, copies: Sequence[Copy]) -> None:
+        """Compares one buffer, of which `came` has what the copies write."""
+        self.tensors += 1
+        if not self._equal(name, came, copies):
+            self.differing += 1
+            self.first = self.first or name
+
+    def _equal(self, name: str, came: torch.Tensor, copies: Sequence[Copy]) -> bool:
+        live = self._live.read_live(name).contiguous().view(-1)
+        if live.dtype != came.dtype or live.numel() != came.numel():
             return False
-        return all(_same_values(target_region(staged, copy), target_region(live, copy)) for copy in self._copies[name])
+        return all(_same_values(target_region(came, copy), target_region(live, copy)) for copy in copies)
 
 
 def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:

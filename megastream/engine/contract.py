@@ -73,6 +73,9 @@ class LiveModel(Protocol):
         it, and slower. Only inside the engine's ordered call; idempotent. Staging and errors are as for these two.
         """
 
+    def in_place(self, buffer: str) -> torch.Tensor | None:
+        """The live memory of a buffer, flat, where it lies in the loader's layout; None where it has to be prepared."""
+
     def expert_use(self) -> Mapping[int, Sequence[float]]:
         """How often each global expert was chosen lately, by layer; infinite where that is not known yet.
 

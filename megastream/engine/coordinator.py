@@ -10,10 +10,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from megastream.engine.bond import Bond, Phase, admit
 from megastream.engine.commits import Commits
+from megastream.engine.comparing import Comparing
 from megastream.engine.contract import CorePort
 from megastream.engine.gates import Gates
 from megastream.engine.settings import EngineSettings
@@ -64,6 +64,7 @@ class Coordinator:
         self._commits = Commits(
             engine, world_size, core, settings, self._gates, post=post, locked=locked, done=self._after_commit
         )
+        self._comparing = Comparing(core, self._commits, locked=locked, failed=self._not_compared)
         self._follower = Follower(
             log,
             "coordinator",
@@ -196,42 +197,29 @@ class Coordinator:
         """Compares a base version that has every tensor; one that has some only is put over the live one as it is."""
         if bond.attach.over < 0:
             bond.phase = Phase.COMPARING
-            self._compare(bond, key)
+            self._comparing.start(bond, key)
         elif refusal := self._commits.not_over(bond.attach.over):
             self._fail(bond, refusal)
         else:
             bond.phase = Phase.REPLACING
             self._commits.commit(bond, key)
 
-    def _compare(self, bond: Bond, key: Key) -> None:
-        payload = {"attachment": bond.name, **key._asdict()}
-
-        def done(replies: tuple[dict[str, Any], ...]) -> None:
-            with self._lock:
-                errors = [reply["error"] for reply in replies if reply["error"]]
-                if self._bond is not bond or bond.failed:
-                    return
-                if errors:
-                    self._fail(bond, "; ".join(errors))
-                    self._advance()
-                elif not all(reply["done"] for reply in replies):
-                    self._core.call_ranks("compare", payload, done)
-
-        self._core.call_ranks("compare", payload, done)
+    def _not_compared(self, bond: Bond, reason: str) -> None:
+        if self._bond is bond:
+            self._fail(bond, reason)
+            self._advance()
 
     def _judge(self, bond: Bond) -> None:
         """Every rank has compared the base version with its live weights."""
         assert bond.table is not None
         commits, base, incarnation = self._commits, bond.base, bond.attach.incarnation
         differing = sum(record.differing for record in bond.compared.values())
-        if not differing and self._core.live_version() == base and commits.is_one_version:
+        if not differing and bond.is_compared and self._core.live_version() == base and commits.is_one_version:
             bond.table.skip_to(base)
             commits.holds(incarnation, base)
             self._attached(bond, replaced=False)
             return
-        # Version 0 is the checkpoint that a fresh engine serves; one above it comes from a trainer that resumed.
-        is_newer = base > 0 if commits.live is None else (incarnation, base) > commits.live
-        if differing and not is_newer and commits.is_one_version:
+        if differing and not commits.is_newer(incarnation, base) and commits.is_one_version:
             bond.refuse_difference(self.engine)
         bond.phase = Phase.REPLACING
         key = bond.table.next_commit()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from megastream.plan.types import Copy, Piece
 from megastream.plan.unit import experts_of
@@ -22,6 +23,29 @@ class Part:
     buffers: tuple[str, ...]
     ranges: Mapping[str, Ranges]
     """For buffers that hold other units too: the elements of this part."""
+
+
+@dataclass(slots=True)
+class Staged:
+    """What is known about one version in staging."""
+
+    parts: tuple[Part, ...]
+    becomes_live_in_parts: bool
+    prepared: dict[int, Any] = field(default_factory=dict)
+    prepare_s: float = 0.0
+    written: int = 0
+    """Elements that lie in staging, counted as they were written."""
+
+    def chosen(self, units: tuple[str, ...] | None, what: str) -> tuple[list[tuple[Part, Any]], str]:
+        """The parts of these units (of all) with what was prepared of them, or why they cannot be committed."""
+        chosen = [i for i, part in enumerate(self.parts) if units is None or part.units.intersection(units)]
+        for index in chosen:
+            part = self.parts[index]
+            if index not in self.prepared:
+                return [], f"{what} is not prepared here: units {', '.join(sorted(part.units)[:5])} are missing"
+            if units is not None and not part.units.issubset(units):
+                return [], f"{what} has units {', '.join(sorted(part.units)[:5])} prepared together, not one by one"
+        return [(self.parts[index], self.prepared[index]) for index in chosen], ""
 
 
 def cut(pieces: Sequence[Piece], gate: Gate, *, shared: bool = False) -> tuple[Part, ...]:

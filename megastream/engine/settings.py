@@ -31,8 +31,9 @@ class EngineSettings:
     """Where staging lies: "cpu" (host memory) or a GPU as torch names it. Lanes over ipc and nccl want the GPU."""
     staging: StagingBudget = StagingBudget()
     """Bytes that all sets together may take on `staging_device`, which then has to be the weights' own, and in host
-    memory. Nothing of what lies in host memory is prepared before its commit: a smaller copy for a longer gap. Without
-    a budget everything lies on `staging_device` and is prepared."""
+    memory. Nothing of what lies in host memory is prepared before its commit: a smaller copy for a longer gap. What
+    fits in neither is pulled from the trainer inside the commit. Without a budget everything lies on `staging_device`
+    and is prepared."""
     bind_s: float = 120.0
     """From the Attach to open lanes."""
     transfer_s: float = 60.0
@@ -40,7 +41,8 @@ class EngineSettings:
     liveness_s: float = 1800.0
     """A trainer that sends nothing for so long is gone: longer than the longest training step."""
     commit_s: float = 120.0
-    """From the enqueued commit to all ranks' replies. After it the engine is reported stuck; it is not touched."""
+    """From the enqueued commit to all ranks' replies. After it the engine is reported stuck; it is not touched. What a
+    commit pulls has half of this to come; after that the engine is poisoned."""
     manifest_s: float = 60.0
     """Gates that commit in parts: from the first part of a version to its manifest. After it the engine says that it is
     mixed, and takes the next complete version whole."""

@@ -13,6 +13,7 @@ from megastream.engine.settings import EngineSettings
 from megastream.layout.shard import BufferSpec, RankLayout
 from megastream.plan.tiers import Placement, bundles_of, place
 from megastream.plan.types import Copy, Piece
+from megastream.protocol.mix import Gate
 from megastream.protocol.terms import ProtocolError
 
 
@@ -30,14 +31,17 @@ def copies_by_buffer(pieces: Iterable[Piece]) -> dict[str, tuple[Copy, ...]]:
 
 
 def placement_of(pieces: Iterable[Piece], layout: RankLayout, settings: EngineSettings) -> Placement:
-    """Where the units of these pieces, all of one engine rank, are staged. ProtocolError when the budget is too small:
-    by how many bytes, and what to set."""
+    """Where the units of these pieces, all of one engine rank, wait for their commit."""
     pairs = ((piece.unit, copy.target_buffer) for piece in pieces for copy in piece.copies)
     sizes = {spec.name: _bytes_of(spec) for spec in layout.buffers}
-    placement = place(bundles_of(pairs, sizes), settings.staging, settings.staging_sets)
-    if placement.refusal:
-        raise ProtocolError(placement.refusal)
-    return placement
+    return place(bundles_of(pairs, sizes), settings.staging, settings.staging_sets)
+
+
+def check_pull(placement: Placement, gate: Gate, is_overlay: bool) -> None:
+    """ProtocolError where nothing can be pulled: by how many bytes staging is too small, and what to set."""
+    if placement.pulled and (gate != "version" or is_overlay):
+        what = "overlays are" if is_overlay else f"gate {gate} is"
+        raise ProtocolError(f"{what} for engines that stage everything, and {placement.shortage}")
 
 
 def _bytes_of(spec: BufferSpec) -> int:

@@ -5,35 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megastream.engine.compare import Comparison
 from megastream.engine.contract import ENGINE_ERRORS, CommitRequest, LiveModel
-from megastream.engine.parts import Part, cut
+from megastream.engine.parts import Part, Staged, cut
+from megastream.engine.pull import Pull
 from megastream.engine.scatter import scatter, target_regions
 from megastream.engine.settings import EngineSettings
-from megastream.engine.staging import StagingMemory, copies_by_buffer, placement_of
+from megastream.engine.staging import StagingMemory, check_pull, copies_by_buffer, placement_of
 from megastream.layout.shard import RankLayout
 from megastream.plan.types import Plan
 from megastream.protocol.header import PieceHeader
 from megastream.protocol.mix import Gate
 from megastream.protocol.staging import Key, PieceRefused, StagingTable, Verdict
 from megastream.protocol.terms import Terms
-
-
-@dataclass(slots=True)
-class _Staged:
-    """What is known about one version in staging."""
-
-    parts: tuple[Part, ...]
-    becomes_live_in_parts: bool
-    prepared: dict[int, Any] = field(default_factory=dict)
-    prepare_s: float = 0.0
-    written: int = 0
-    """Elements that lie in staging, counted as they were written."""
 
 
 class StreamSink:
@@ -56,18 +44,23 @@ class StreamSink:
         wait. `is_overlay`: the plan writes some tensors only, on some ranks none, and leaves the rest of their buffers
         as it is.
 
-        ProtocolError when the plan cannot be cut for the gate, or the budget for staging is too small.
+        ProtocolError when the plan cannot be cut for the gate, or the gate needs more staging than the budget has.
         """
         self._plan, self._live, self._settings = plan, live, settings
         self._sealed, self._units_sealed = sealed, units_sealed
-        self._pieces = plan.by_target.get(layout.rank, ())
-        self.units = frozenset(piece.unit for piece in self._pieces)
+        pieces = plan.by_target.get(layout.rank, ())
+        self.units = frozenset(piece.unit for piece in pieces)
         """Units of which this rank holds a part."""
+        self.placement = placement_of(pieces, layout, settings)
+        check_pull(self.placement, gate, is_overlay)
+        self.pulled = frozenset(self.placement.pulled_units)
+        """Those of them of which nothing is staged."""
+        self._pull = Pull((piece for piece in pieces if piece.unit in self.pulled), layout, live, settings)
+        self._pieces = tuple(piece for piece in pieces if piece.unit not in self.pulled)
         self._copies = copies_by_buffer(self._pieces)
-        self.placement = placement_of(self._pieces, layout, settings)
         self._host = frozenset(buffer for bundle in self.placement.host for buffer in bundle.buffers)
         """Buffers of which nothing is prepared: they are written from host memory, inside the commit."""
-        self._table = StagingTable(terms, plan, layout.rank, settings.staging_sets)
+        self._table = StagingTable(terms, plan, layout.rank, settings.staging_sets, self.pulled)
         self._memory = StagingMemory(
             layout,
             self._copies,
@@ -80,7 +73,7 @@ class StreamSink:
         """Where pieces go, by staging set and piece: a set stays where it is."""
         self._is_overlay = is_overlay
         self._gate, self._parts = gate, cut(self._pieces, gate, shared=is_overlay)
-        self._staged: dict[Key, _Staged] = {}
+        self._staged: dict[Key, Staged] = {}
         self._changed = threading.Condition()
         self._comparison: Comparison | None = None
 
@@ -99,12 +92,16 @@ class StreamSink:
     def choose(self, gate: Gate) -> None:
         """Another gate, for versions of which nothing has arrived. ProtocolError when the plan cannot be cut for it."""
         if gate != self._gate:
+            check_pull(self.placement, gate, self._is_overlay)
             parts = cut(self._pieces, gate, shared=self._is_overlay)
             with self._changed:
                 self._gate, self._parts = gate, parts
 
     def admit(self, header: PieceHeader, source: int) -> bool:
         """Waits while all staging sets hold versions that are not live yet: backpressure, not loss."""
+        if header.unit in self.pulled:
+            self._table.check(header, source)
+            return self._pull.admit(_key(header), header)
         deadline = time.monotonic() + self._settings.liveness_s
         with self._changed:
             while (admission := self._table.admit(header, source)).verdict is Verdict.WAIT:
@@ -117,11 +114,14 @@ class StreamSink:
             if admission.verdict is not Verdict.TAKE:
                 return False
             self._trim()
-            self._staged.setdefault(_key(header), _Staged(self._parts, self._gate != "version"))
+            self._staged.setdefault(_key(header), Staged(self._parts, self._gate != "version"))
         self._memory.buffers(admission.slot)  # may allocate: not under the lock, for which a commit may wait
         return True
 
     def write(self, header: PieceHeader, payload: torch.Tensor) -> None:
+        if header.unit in self.pulled:
+            self._pull.write(_key(header), header, payload)
+            return
         with self._changed:
             slot = self._table.slot_of(_key(header))
             buffers = self._memory.buffers(slot)
@@ -140,6 +140,9 @@ class StreamSink:
                 staged.written += written
 
     def lost(self, header: PieceHeader) -> None:
+        if header.unit in self.pulled:
+            self._pull.lost(header)
+            return
         with self._changed:
             self._table.lost(header)
             self._changed.notify_all()
@@ -147,6 +150,8 @@ class StreamSink:
     def settle(self, header: PieceHeader) -> None:
         """Counts the piece; prepares the part that it completes, in this lane's thread."""
         key = _key(header)
+        if header.unit in self.pulled:
+            return
         with self._changed:
             is_sealed, staged = self._table.arrived(header).unit, self._staged.get(key)
             self._changed.notify_all()
@@ -163,7 +168,7 @@ class StreamSink:
                 self._table.release(key)
                 self._changed.notify_all()
 
-    def _prepare(self, key: Key, staged: _Staged, index: int, buffers: Mapping[str, torch.Tensor]) -> None:
+    def _prepare(self, key: Key, staged: Staged, index: int, buffers: Mapping[str, torch.Tensor]) -> None:
         begin, part = time.monotonic(), staged.parts[index]
         on_device = {name: buffers[name] for name in part.buffers if name not in self._host}
         prepared = self._live.prepare(on_device, part.ranges)
@@ -179,6 +184,8 @@ class StreamSink:
     def accepted(self, version: int, attempt: int) -> None:
         with self._changed:
             self._table.accepted(version, attempt)
+            if self.pulled and not self._pieces:  # nothing else will say that this rank is ready
+                self._sealed(Key(self._table.terms.incarnation, version, attempt), 0, 0.0)
 
     def withdrawn(self, version: int, attempt: int) -> None:
         """The version will not become whole: its staging is free again. Nothing of it may be committed afterwards."""
@@ -189,17 +196,27 @@ class StreamSink:
 
     def end(self, reason: str) -> None:
         """No further piece is taken; what can be committed, also in part, stays until the sink is dropped."""
-        del reason  # nobody waits here for what the end could explain: a lane's thread meets its own error
+        self._pull.end(reason)
         with self._changed:
             self._table.end()
             self._trim()
             self._changed.notify_all()
 
     def commit(self, request: CommitRequest) -> str:
-        """Makes prepared units live; empty when it worked, else the reason. Worker thread, in the ordered call."""
+        """Makes prepared units live; empty when it worked, else the reason. Worker thread, in the ordered call.
+
+        Then pulls what is not staged, also behind a failure: the trainer waits until somebody has taken it.
+        """
         key = Key(request.incarnation, request.version, request.attempt)
+        error = self._commit_staged(key, request)
+        if self.pulled and (request.units is None or self.pulled.intersection(request.units)):
+            error = "; ".join(filter(None, (error, self._pull.run(key))))
+        return error
+
+    def _commit_staged(self, key: Key, request: CommitRequest) -> str:
         with self._changed:
-            wanted = self.units if request.units is None else self.units.intersection(request.units)
+            units = self.units - self.pulled
+            wanted = units if request.units is None else units.intersection(request.units)
             if not wanted:  # others hold all of it
                 self._forget_behind(request)
                 return ""
@@ -232,22 +249,21 @@ class StreamSink:
         if staged is None:
             known = ", ".join(map(str, self._staged)) or "none"
             return [], f"{what} is not prepared here; staged are: {known}"
-        chosen = [i for i, part in enumerate(staged.parts) if units is None or part.units.intersection(units)]
-        for index in chosen:
-            part = staged.parts[index]
-            if index not in staged.prepared:
-                return [], f"{what} is not prepared here: units {', '.join(sorted(part.units)[:5])} are missing"
-            if units is not None and not part.units.issubset(units):
-                return [], f"{what} has units {', '.join(sorted(part.units)[:5])} prepared together, not one by one"
-        return [(staged.parts[index], staged.prepared[index]) for index in chosen], ""
+        return staged.chosen(units, what)
 
     def compare(self, key: Key) -> Comparison:
         """The comparison of a staged version with the live bytes, to be stepped on the worker's thread."""
         if self._comparison is None:
             with self._changed:
-                slot = self._table.slot_of(key)
-                self._comparison = Comparison(self._live, self._memory.buffers(slot), self._copies)
+                staged = self._memory.buffers(self._table.slot_of(key)) if self._pieces else {}
+                self._comparison = Comparison(self._live, staged, self._copies)
         return self._comparison
+
+    def compare_pulled(self, key: Key, comparison: Comparison) -> None:
+        """Adds what is not staged, which is pulled for it. Worker's thread; blocks. RuntimeError when it broke off."""
+        copies = copies_by_buffer(self._pull.pieces)
+        if copies and (error := self._pull.run(key, lambda name, came: comparison.add(name, came, copies[name]))):
+            raise RuntimeError(error)
 
     def passed(self, version: int) -> None:
         """`version` is live by now, committed or because it already was: its staging is free again."""

@@ -26,12 +26,14 @@ FORMULAS = {
     "speculative": "max((step + wire) / buckets, step / buckets + wire - backward); a clipped step adds pipelined",
     "early": "as speculative, without clipping",
     "commit": "slowest engine rank: 2 x its bytes that wait on the device / memory rate (read and written once) + "
-    "those in host memory / host rate",
+    "those in host memory / host rate + those that it pulls / lane rate",
     "version": "policy + commit; the engine stands still for the commit",
     "pause": "whole-model way: step + full tensors / lane rate + tensors of a rank x load_tensor_s + pause_s; the "
     "engine stands still for all of it but the step",
 }
 """In seconds, from the end of the last backward."""
+
+NO_BYTES: Mapping[int, int] = MappingProxyType({})
 
 WIRE_BYTES = 2
 """Of one weight of a model, bf16, for what the plan itself does not count."""
@@ -93,9 +95,13 @@ def load_of(both: Tables, is_expert: Sequence[bool], active: float) -> Load:
 
 
 def expect(
-    cost: PlanCost, load: Load, hardware: Hardware, host_bytes: Mapping[int, int] = MappingProxyType({})
+    cost: PlanCost,
+    load: Load,
+    hardware: Hardware,
+    host_bytes: Mapping[int, int] = NO_BYTES,
+    pulled_bytes: Mapping[int, int] = NO_BYTES,
 ) -> Expected:
-    """The formulas above, in numbers. `host_bytes`: those of a version that wait in host memory, by engine rank."""
+    """The formulas above, in numbers. By engine rank, of a version: those that wait in host memory, that are pulled."""
     lane, memory = hardware.lane_bytes_per_s.value, hardware.memory_bytes_per_s.value
     sides = (cost.by_source, cost.pieces_by_source), (cost.by_target, cost.pieces_by_target)
     wire = max(
@@ -104,11 +110,12 @@ def expect(
     step = STATE_BYTES * load.step_parameters / memory + load.gather_bytes / lane
     flops = hardware.peak_flops_per_s.value * hardware.utilization.value
     backward = 4 * load.active_parameters * hardware.microbatch_tokens.value / flops
-    host = {rank: min(host_bytes.get(rank, 0), num) for rank, num in cost.by_target.items()}
-    commit = max(
-        2 * (num - host[rank]) / memory + host[rank] / hardware.host_bytes_per_s.value
-        for rank, num in cost.by_target.items()
-    )
+    commit = 0.0
+    for rank, num in cost.by_target.items():  # buffers may be larger than what is sent of them
+        host = min(host_bytes.get(rank, 0), num)
+        pulled = min(pulled_bytes.get(rank, 0), num - host)
+        copied = 2 * (num - host - pulled) / memory
+        commit = max(commit, copied + host / hardware.host_bytes_per_s.value + pulled / lane)
     n = load.buckets
     streamed = max((step + wire) / n, step / n + wire - backward)
     sent = {

@@ -1,4 +1,4 @@
-"""Where the units of one engine rank wait for their commit: on the device, in host memory, or nowhere. Pure."""
+"""Where the units of one engine rank wait for their commit: on the device, in host memory, or at the trainer. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class StagingBudget:
     """Bytes that the staging of one engine rank may take, all its sets together. None: as many as it needs.
 
     What waits on the device is prepared before its commit, which then copies within one memory. What waits in host
-    memory (page-locked for a GPU) is brought to the device inside the commit.
+    memory (page-locked for a GPU) is brought to the device inside the commit. What fits in neither is pulled: it stays
+    with the trainer until the commit asks for it.
     """
 
     device_bytes: int | None = None
@@ -50,11 +51,11 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Each bundle of a rank is in one of the three. What fits in neither budget cannot be staged."""
+    """Each bundle of a rank is in one of the three. What fits in neither budget is `pulled`."""
 
     device: tuple[Bundle, ...]
     host: tuple[Bundle, ...]
-    nowhere: tuple[Bundle, ...]
+    pulled: tuple[Bundle, ...]
     num_sets: int
     budget: StagingBudget
 
@@ -68,18 +69,27 @@ class Placement:
         return self.num_sets * _bytes(self.host)
 
     @property
-    def short_bytes(self) -> int:
-        """By so much the host's budget is too small; 0 when everything fits."""
-        if not self.nowhere:
-            return 0
-        return self.host_bytes + self.num_sets * _bytes(self.nowhere) - (self.budget.host_bytes or 0)
+    def pulled_bytes(self) -> int:
+        """Of one version: nothing of it lies in any set."""
+        return _bytes(self.pulled)
 
     @property
-    def refusal(self) -> str:
-        """Why not everything can be staged, with numbers and remedy; empty when it can."""
-        if not self.nowhere:
+    def pulled_units(self) -> tuple[str, ...]:
+        return tuple(unit for bundle in self.pulled for unit in bundle.units)
+
+    @property
+    def short_bytes(self) -> int:
+        """By so much the host's budget is too small; 0 when everything fits."""
+        if not self.pulled:
+            return 0
+        return self.host_bytes + self.num_sets * _bytes(self.pulled) - (self.budget.host_bytes or 0)
+
+    @property
+    def shortage(self) -> str:
+        """Why not everything is staged, with numbers and remedy; empty when it is."""
+        units = self.pulled_units
+        if not units:
             return ""
-        units = [unit for bundle in self.nowhere for unit in bundle.units]
         more = f" and {len(units) - 3} more" if len(units) > 3 else ""
         return (
             f"staging is {self.short_bytes} bytes short: {self.num_sets} sets take {self.device_bytes} bytes of "
@@ -108,7 +118,7 @@ def bundles_of(pairs: Iterable[tuple[str, str]], num_bytes: Mapping[str, int]) -
 
 
 def place(bundles: Iterable[Bundle], budget: StagingBudget, num_sets: int) -> Placement:
-    """What is most worth it is placed first: on the device, else on the host, else nowhere. Ties are in given order.
+    """What is most worth it is placed first: on the device, else on the host, else pulled. Ties are in given order.
 
     A byte costs the same in every bundle: it is copied once within the device's memory, or once more over the link
     from the host. What differs is the cost of each copy by itself, so of two bundles the one with the smaller buffers
@@ -116,8 +126,8 @@ def place(bundles: Iterable[Bundle], budget: StagingBudget, num_sets: int) -> Pl
     a budget is less than any bundle that did not get into it.
     """
     device, rest = _fill(sorted(bundles, key=lambda bundle: bundle.bytes_of_a_buffer), budget.device_bytes, num_sets)
-    host, nowhere = _fill(rest, budget.host_bytes, num_sets)
-    return Placement(device, host, nowhere, num_sets, budget)
+    host, pulled = _fill(rest, budget.host_bytes, num_sets)
+    return Placement(device, host, pulled, num_sets, budget)
 
 
 def _fill(

@@ -7,6 +7,7 @@ from dataclasses import astuple
 
 from megastream.plan.manifest import source_totals
 from megastream.plan.types import Plan
+from megastream.protocol.part_records import Pull
 from megastream.protocol.records import (
     Attached,
     Bound,
@@ -42,6 +43,8 @@ class TrainerBook:
         """The newest one that has a manifest."""
         self.settled = (-1, -1)
         """The newest (version, attempt) that has a manifest or was withdrawn: no rank has it on a lane any more."""
+        self.asked = (-1, -1)
+        """The newest (version, attempt) of which the engine's commit has asked for what it pulls."""
         self.lanes_open: LanesOpen | None = None
         self.attached: Attached | None = None
         self.detached: Detached | None = None
@@ -54,7 +57,7 @@ class TrainerBook:
         if getattr(record, "attachment", None) != self.attachment:
             return
         match record:
-            case Emitted() | Committed() | WeightsReady() | Withdrawn():
+            case Emitted() | Pull() | Committed() | WeightsReady() | Withdrawn():
                 self._take_version(record)
             case Bound():
                 self.bound[record.side, record.rank] = record
@@ -69,8 +72,10 @@ class TrainerBook:
             case Failed():
                 self.failed = self.failed or record
 
-    def _take_version(self, record: Emitted | Committed | WeightsReady | Withdrawn) -> None:
+    def _take_version(self, record: Emitted | Pull | Committed | WeightsReady | Withdrawn) -> None:
         match record:
+            case Pull():
+                self.asked = (record.version, record.attempt)
             case Emitted() if (record.version, record.attempt) > self.settled:
                 self.emitted.setdefault((record.version, record.attempt), {})[record.rank] = record
             case Committed():
@@ -89,6 +94,12 @@ class TrainerBook:
     def is_over(self) -> bool:
         """Nothing more is sent: it failed, or the engine has answered its end."""
         return self.failed is not None or self.detached is not None
+
+    @property
+    def pulled(self) -> dict[int, frozenset[str]]:
+        """Units that the engine's commit asks for, by engine rank; ranks without any are left out."""
+        bound = {rank: record.pulled for (side, rank), record in self.bound.items() if side == "engine"}
+        return {rank: frozenset(units) for rank, units in bound.items() if units}
 
     @property
     def is_connected(self) -> bool:
@@ -135,14 +146,16 @@ class TrainerBook:
     def manifest(
         self, plan: Plan, incarnation: int, version: int, attempt: int, train_step: int
     ) -> WeightsReady | Withdrawn:
-        """What becomes of a version that every rank emitted: its manifest, or that a rank has withdrawn it.
+        """What becomes of a version that every rank emitted: its manifest, or that a rank has withdrawn it. What is
+        pulled is not emitted, and the manifest's elements are without it.
 
         ProtocolError when it is not what the plan asks for.
         """
         emitted = self.emitted[version, attempt]
         if any(record.withdrawn for record in emitted.values()):
             return Withdrawn(attachment=self.attachment, incarnation=incarnation, version=version, attempt=attempt)
-        planned = source_totals(plan)
+        pulled = self.pulled
+        planned = source_totals(plan, pulled)
         for rank, record in sorted(emitted.items()):
             totals = planned[rank]
             if (record.pieces, record.elements, record.payload_bytes) != astuple(totals):
@@ -159,5 +172,5 @@ class TrainerBook:
             train_step=train_step,
             plan_digest=plan.digest,
             units=plan.units,
-            elements=sum(plan.elements.values()),
+            elements=sum(n for (unit, rank), n in plan.elements.items() if unit not in pulled.get(rank, ())),
         )

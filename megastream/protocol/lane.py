@@ -46,7 +46,7 @@ class LaneCounters:
 
 
 class SendLane(Protocol):
-    """The trainer's end. Belongs to one thread at a time; `checksum` may be called by another."""
+    """The trainer's end. Belongs to one thread at a time; `checksum` may be called by others."""
 
     counters: LaneCounters
     """Of acknowledged pieces."""

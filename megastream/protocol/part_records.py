@@ -54,6 +54,15 @@ class Mixed(TaggedRecord, frozen=True, kw_only=True, tag="mixed"):
     reason: str
 
 
+class Pull(TaggedRecord, frozen=True, kw_only=True, tag="pull"):
+    """Asks for the units of (version, attempt) that its ranks do not stage: their commit is about to take them."""
+
+    attachment: str
+    incarnation: int
+    version: int
+    attempt: int
+
+
 class SetGate(TaggedRecord, frozen=True, kw_only=True, tag="set_gate"):
     engine: str
     gate: str

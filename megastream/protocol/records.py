@@ -22,6 +22,7 @@ Who writes what, in the order of a run:
     engine rank     UnitsSealed       "these units of (V, attempt) are, the others not yet" (gates that commit in parts)
     engine rank     Sealed            "all planned elements of (V, attempt) are in and checked"
     engine rank     Loaded            "my whole-model load of V took so long" (gate `pause` only)
+    engine core     Pull              "the commit of (V, attempt) begins: send what is not staged"
     engine core     Committed         "V is live on every rank" (gate `pause`: written by the host that paused)
     engine core     PartCommitted     "these units of V are live on every rank, others are not yet"
     engine core     Mixed             "part of V is live, and the rest does not follow"
@@ -40,7 +41,7 @@ from typing import Literal
 
 from megastream.protocol.header import Encoding
 from megastream.protocol.lane import LaneAddress
-from megastream.protocol.part_records import GateSet, Mixed, PartCommitted, SetGate, UnitsSealed
+from megastream.protocol.part_records import GateSet, Mixed, PartCommitted, Pull, SetGate, UnitsSealed
 from megastream.protocol.part_records import RankCommit as RankCommit
 from megastream.protocol.part_records import TaggedRecord as _Record
 from megastream.protocol.step_records import Connected, Opened, TakenBack, UnderWay, Waiting, Withdrawn
@@ -110,6 +111,8 @@ class Bound(_Record, frozen=True, kw_only=True, tag="bound"):
     """Engine ranks only: one address per trainer rank that sends to this rank."""
     units: tuple[str, ...] = ()
     """Engine ranks only: the plan's units of which this rank holds a part."""
+    pulled: tuple[str, ...] = ()
+    """Engine ranks only: those of them that this rank does not stage. They are sent when its commit asks for them."""
 
 
 class LanesOpen(_Record, frozen=True, kw_only=True, tag="lanes_open"):
@@ -253,6 +256,7 @@ Record = (
     | UnitsSealed
     | Sealed
     | Loaded
+    | Pull
     | PartCommitted
     | Committed
     | Mixed

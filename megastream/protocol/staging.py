@@ -8,7 +8,7 @@ not given away.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -66,13 +66,14 @@ class _Set:
 
 
 class StagingTable:
-    """Staging of one attachment on one engine rank: at most `num_sets` versions at a time."""
+    """Staging of one attachment on one engine rank: at most `num_sets` versions at a time, of all units that it holds
+    but those that it pulls."""
 
-    def __init__(self, terms: Terms, plan: Plan, rank: int, num_sets: int) -> None:
+    def __init__(self, terms: Terms, plan: Plan, rank: int, num_sets: int, pulled: Collection[str] = ()) -> None:
         if num_sets < 1:
             raise ValueError(f"staging sets must be at least 1, got {num_sets}")
         self.terms, self.plan, self.rank = terms, plan, rank
-        self._need = {unit: n for (unit, target), n in plan.elements.items() if target == rank}
+        self._need = {unit: n for (unit, target), n in plan.elements.items() if target == rank and unit not in pulled}
         self._free = list(range(num_sets))
         self._sets: dict[Key, _Set] = {}
         self._dying: list[_Set] = []
@@ -105,7 +106,7 @@ class StagingTable:
 
     def admit(self, header: PieceHeader, source: int) -> Admission:
         """Decides about a piece whose header came over the lane from trainer rank `source`. PieceRefused by name."""
-        self._check(header, source)
+        self.check(header, source)
         if self._ended:
             raise self._refused(header, f"attachment {self.terms.attachment} has ended")
         key = Key(header.incarnation, header.version, header.attempt)
@@ -208,7 +209,8 @@ class StagingTable:
             self._dying.remove(dead)
             self._free.append(dead.slot)
 
-    def _check(self, header: PieceHeader, source: int) -> None:
+    def check(self, header: PieceHeader, source: int) -> None:
+        """PieceRefused when the header is not what was agreed for a piece from trainer rank `source`."""
         terms = self.terms
         expected = {
             "kind": "piece",

@@ -28,7 +28,7 @@ _LATER = {
     "membership_epoch": (0, "membership epochs: every change of ranks needs a new run"),
     "namespace": ("base", "LoRA namespaces: only the base weights are streamed"),
     "encoding": ("dense", "delta pieces: every piece carries the values themselves"),
-    "transfer": ("push", "pull transports: the trainer pushes"),
+    "transfer": ("push", "pull transports: the trainer pushes, also what a commit asks for"),
     "replicas": ((), "lanes that feed several engines: every engine has an attachment and lanes of its own"),
     "commit_step": (-1, "commits at a step counter: one engine core commits by itself, data-parallel cores cannot"),
 }

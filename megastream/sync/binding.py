@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +25,7 @@ from megastream.sync.feed import Feed
 from megastream.sync.reading import is_here
 from megastream.trainer.emit import Emitter
 from megastream.trainer.outgoing import MakeHeader
+from megastream.trainer.pulled import PullEmitter
 from megastream.trainer.settings import TrainerSettings
 from megastream.transport.lanes import connect
 
@@ -141,8 +142,8 @@ class Binder:
         """
         book = journal.books[attach.attachment]
         plan = self.bind(journal, attach, book)
-        emitter = self.open_lanes(attach, plan, book)
-        return Feed(self._log, journal, attach, plan, emitter, self._settings, self._rank)
+        emitter, pulled = self.open_lanes(attach, plan, book)
+        return Feed(self._log, journal, attach, plan, emitter, self._settings, self._rank, pulled)
 
     def bind(self, journal: Journal, attach: Attach, book: TrainerBook) -> Plan:
         """Builds the plan and waits until every rank of both sides has built the same one."""
@@ -163,8 +164,8 @@ class Binder:
             raise ProtocolError(f"trainer rank {self._rank} built plan {plan.digest}, agreed was {opened.digest}")
         return plan
 
-    def open_lanes(self, attach: Attach, plan: Plan, book: TrainerBook) -> Emitter:
-        """Connects to every engine rank that this rank sends to."""
+    def open_lanes(self, attach: Attach, plan: Plan, book: TrainerBook) -> tuple[Emitter, PullEmitter | None]:
+        """Connects to every engine rank that this rank sends to. What these pull of it has an emitter of its own."""
         lanes: dict[int, SendLane] = {}
         device = next((bucket.device for bucket in self._trainer.buffers.values()), torch.device("cpu"))
         with ExitStack() as opened:
@@ -172,17 +173,20 @@ class Binder:
                 address = book.bound["engine", target].addresses[self._rank]
                 lanes[target] = connect(address, self._settings.bind_s, device)
                 opened.callback(lanes[target].close)
-            emitter = Emitter(
-                plan,
-                self._rank,
-                self._trainer.buffers,
-                lanes,
-                header_maker(self._log.run_id, attach, plan.digest),
-                slots_per_target=self._settings.slots_per_target,
-                deadline_s=self._settings.transfer_s,
-            )
+            common: dict[str, Any] = {
+                "make_header": header_maker(self._log.run_id, attach, plan.digest),
+                "slots_per_target": self._settings.slots_per_target,
+                "deadline_s": self._settings.transfer_s,
+            }
+            ours, asked = self._rank, book.pulled
+            mine = plan.by_source.get(ours, ())
+            away = [piece for piece in mine if piece.unit in asked.get(piece.target, ())]
+            pushed = [piece for piece in mine if piece.unit not in asked.get(piece.target, ())]
+            emitter = Emitter(plan, ours, self._trainer.buffers, lanes, pieces=pushed, **common)
+            opened.callback(emitter.close)
+            pulled = PullEmitter(plan, ours, self._trainer.buffers, lanes, pieces=away, **common) if away else None
             opened.pop_all()
-        return emitter
+        return emitter, pulled
 
     def is_here(self, journal: Journal, engine: str) -> bool:
         """Every rank of an engine was on the control plane a moment ago: what the log says of it still holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 
@@ -14,7 +15,8 @@ from megastream.protocol.journal import Journal, SyncError
 from megastream.protocol.records import Attach
 from megastream.sync import records
 from megastream.trainer.emit import Emitter
-from megastream.trainer.outgoing import EmitError, EmitReport
+from megastream.trainer.outgoing import EmitError, EmitReport, Still
+from megastream.trainer.pulled import PullEmitter
 from megastream.trainer.settings import TrainerSettings
 
 KEPT_REPORTS = 16
@@ -42,9 +44,11 @@ class Feed:
         emitter: Emitter,
         settings: TrainerSettings,
         rank: int,
+        pulled: PullEmitter | None = None,
     ) -> None:
+        """`pulled` emits what the engine does not stage, when there is any of it on this rank."""
         self._log, self._journal, self._settings, self._rank = log, journal, settings, rank
-        self.attach, self.plan, self._emitter = attach, plan, emitter
+        self.attach, self.plan, self._emitter, self._pulled = attach, plan, emitter, pulled
         self._closer: threading.Thread | None = None
         self.reports: deque[EmitReport] = deque(maxlen=KEPT_REPORTS)
         """The newest ones, oldest first."""
@@ -66,20 +70,33 @@ class Feed:
 
     @property
     def revocable(self) -> bool:
-        """A paused engine stands until it has the version that was accepted: that one is never taken back."""
-        return self.attach.kind == "stream"
+        """A paused engine stands until it has the version that was accepted, and so does one whose commit pulls: that
+        version is never taken back."""
+        return self.attach.kind == "stream" and not self.pulls
+
+    @property
+    def pulls(self) -> bool:
+        """The engine's commit takes some of this rank's bytes from their buckets."""
+        return self._pulled is not None
+
+    @property
+    def _emitters(self) -> list[Emitter]:
+        """The one that lends its lanes comes last: whoever closes them in this order breaks nothing off."""
+        return [self._emitter] if self._pulled is None else [self._pulled, self._emitter]
 
     def begin(self, version: int, attempt: int) -> None:
         """Opens a version; the one before has settled, or no bucket of it became final."""
         self.join()
         try:
-            self._emitter.begin(version, attempt)
+            for emitter in self._emitters:
+                emitter.begin(version, attempt)
         except EmitError as error:
             raise self._broken(error) from error
 
     def final(self, buffer: str) -> None:
         try:
-            self._emitter.final(buffer)
+            for emitter in self._emitters:
+                emitter.final(buffer)
         except EmitError as error:
             raise self._broken(error) from error
 
@@ -103,22 +120,25 @@ class Feed:
 
     def is_packed_within(self, seconds: float) -> bool:
         """No weight is read any more, now or in so many seconds."""
+        until = time.monotonic() + seconds
         try:
-            return self._emitter.is_packed_within(seconds)
+            return all(each.is_packed_within(max(until - time.monotonic(), 0.0)) for each in self._emitters)
         except EmitError as error:
             raise self._broken(error) from error
 
     def revoke(self) -> None:
         """The version that is on its way never becomes whole here; weights may change at once."""
         try:
-            self._emitter.revoke()
+            for emitter in self._emitters:
+                emitter.revoke()
         except EmitError as error:
             raise self._broken(error) from error
 
     def is_drained_within(self, seconds: float) -> bool:
         """What is on the lanes of the open attempt has arrived, now or in so many seconds."""
+        until = time.monotonic() + seconds
         try:
-            return self._emitter.is_drained_within(seconds)
+            return all(each.is_drained_within(max(until - time.monotonic(), 0.0)) for each in self._emitters)
         except EmitError as error:
             raise self._broken(error) from error
 
@@ -149,13 +169,18 @@ class Feed:
 
     def stop(self) -> None:
         """Takes back what is on its way; lanes and threads are freed behind. Idempotent."""
-        with suppress(EmitError):
-            self._emitter.revoke()
-        threading.Thread(target=self._emitter.close, name=f"megastream-close-{self._rank}", daemon=True).start()
+        for emitter in self._emitters:
+            with suppress(EmitError):
+                emitter.revoke()
+        threading.Thread(target=self._close_emitters, name=f"megastream-close-{self._rank}", daemon=True).start()
+
+    def _close_emitters(self) -> None:
+        for emitter in self._emitters:
+            emitter.close()
 
     def close(self) -> None:
         """Frees lanes and threads; blocks for one send at most. Idempotent."""
-        self._emitter.close()
+        self._close_emitters()
         if self._closer is not None:
             self._closer.join(CAUSE_S)  # the emitter is closed: nothing is left to wait for
 
@@ -168,10 +193,29 @@ class Feed:
             self._emitted(self._emitter.drain(settings.transfer_s, every_s, lambda: self._log.append(under_way)))
             if self._rank == 0:
                 self._say_how_it_ended(version, attempt, train_step)
+            if self._pulled is not None:
+                self._send_pulled(self._pulled, version, attempt, every_s, lambda: self._log.append(under_way))
         except EmitError as error:
             self._broken(error)
         except (SyncError, ControlError, ValueError) as error:
             self.lose(str(error))
+
+    def _send_pulled(self, pulled: PullEmitter, version: int, attempt: int, every_s: float, still: Still) -> None:
+        """Waits until the engine's commit asks for it, or the version was taken back and nothing will."""
+        book, key, limit_s = self.book, (version, attempt), self._settings.transfer_s
+
+        def is_taken_back() -> bool:
+            return book.settled >= key and book.whole_version != version
+
+        def missing() -> str:
+            return f"engine {self.engine} to commit version {version}, of which it pulls a part"
+
+        self._journal.wait(lambda: book.asked >= key or is_taken_back(), limit_s, missing, book)
+        if book.asked >= key:
+            pulled.let_go()
+        else:
+            pulled.revoke()
+        pulled.drain(limit_s, every_s, still)
 
     def _emitted(self, report: EmitReport) -> None:
         self.reports.append(report)

@@ -191,9 +191,13 @@ class Boundary:
         withdrawn: list[Feed] = []
 
         def free(feed: Feed, seconds: float) -> None:
-            if not feed.is_packed_within(seconds if feed.revocable else self.settings.transfer_s):
-                feed.revoke()
-                withdrawn.append(feed)
+            limit_s = seconds if feed.revocable else self.settings.transfer_s
+            if feed.is_packed_within(limit_s):
+                return
+            if feed.pulls:
+                raise feed.lose(f"engine {feed.engine} did not pull what it does not stage within {limit_s:g} s")
+            feed.revoke()
+            withdrawn.append(feed)
 
         self.feeds.each([feed for feed in self.feeds.all if feed not in joins], lambda feed: free(feed, 0.0))
         self.feeds.each(joins, lambda feed: free(feed, max(until - time.monotonic(), 0.0)))

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import inf
 from time import monotonic
@@ -50,10 +50,13 @@ class Emitter:
         *,
         slots_per_target: int,
         deadline_s: float,
+        pieces: Iterable[Piece] | None = None,
     ) -> None:
+        """`pieces`: those of this rank that it emits; without them all that the plan gives it."""
         self._rank, self._buffers, self._lanes = rank, buffers, dict(lanes)
         self._make_header, self._deadline_s = make_header, deadline_s
-        self._pieces = by_buffer(plan.by_source.get(rank, ()), buffers, self._lanes, rank)
+        mine = plan.by_source.get(rank, ()) if pieces is None else pieces
+        self._pieces = by_buffer(mine, buffers, self._lanes, rank)
         self._slots = Slots(slots_per_target)
         self._slot_sizes = slot_sizes(self._pieces.values(), self._lanes, slots_per_target)
         self._condition = threading.Condition()
@@ -160,6 +163,9 @@ class Emitter:
             thread.join(max(until - monotonic(), 0.0))
             if thread.is_alive():
                 logger.error("rank %d: thread %s did not end; %s", self._rank, thread.name, self._state())
+        self._close_lanes()
+
+    def _close_lanes(self) -> None:
         for lane in self._lanes.values():
             lane.close()
 
@@ -238,6 +244,7 @@ class Emitter:
             is_withdrawn=lambda: self._withdrawn,
             has_ended=self._has_ended,
             deadline_s=self._deadline_s,
+            may_leave=self._slots.may_leave,
         ).run()
 
     def _release(self, filled: Filled, elements: int) -> None:
@@ -279,12 +286,7 @@ class Emitter:
 
     def _state(self) -> str:
         """Who waits for whom, for an error message. The condition is held."""
-        left = ", ".join(f"rank {t}: {count}" for t, count in self._unacknowledged.items() if count)
-        return (
-            f"packing {self._slots.wanted}; leased {sorted(self._leases)}; not yet final {sorted(self._missing)}; "
-            f"slots by engine rank: {self._slots}; pieces not acknowledged: {left or 'none'}; "
-            f"raise transfer_s for an engine that only needs longer for a piece"
-        )
+        return self._slots.waits_for(self._leases, self._missing, self._unacknowledged)
 
     def _raise_error(self) -> None:
         if self._error is not None:

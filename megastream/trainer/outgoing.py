@@ -79,7 +79,7 @@ def traffic(lanes: Mapping[int, SendLane]) -> Traffic:
 
 
 def by_buffer(
-    pieces: tuple[Piece, ...], buffers: Mapping[str, torch.Tensor], lanes: Mapping[int, SendLane], rank: int
+    pieces: Iterable[Piece], buffers: Mapping[str, torch.Tensor], lanes: Mapping[int, SendLane], rank: int
 ) -> dict[str, list[Piece]]:
     """A rank's pieces by the bucket that they are cut from. EmitError when bucket or lane of a piece is not there."""
     groups: dict[str, list[Piece]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -13,8 +14,11 @@ from megastream.trainer.outgoing import Filled
 
 
 class Sending:
-    """`packed` holds pieces in order; None ends it. `release(filled, elements)` gives a slot back, with the
-    elements that went out of it, which is none for a piece of a version that `is_withdrawn`."""
+    """`packed` holds pieces in order, which wait until they `may_leave`; None ends it.
+
+    `release(filled, elements)` gives a slot back, with the elements that went out of it, which is none for a piece of a
+    version that `is_withdrawn`.
+    """
 
     def __init__(
         self,
@@ -25,9 +29,11 @@ class Sending:
         is_withdrawn: Callable[[], bool],
         has_ended: Callable[[], bool],
         deadline_s: float,
+        may_leave: threading.Event,
     ) -> None:
         self._lane, self._packed, self._release, self._deadline_s = lane, packed, release, deadline_s
         self._is_withdrawn, self._has_ended = is_withdrawn, has_ended
+        self._may_leave = may_leave
         self._under_way: deque[Filled] = deque()
 
     def run(self) -> None:
@@ -46,6 +52,7 @@ class Sending:
         while self._under_way and (len(self._under_way) >= self._lane.window or self._packed.empty()):
             self._await_oldest()
         filled = self._packed.get()
+        self._may_leave.wait()  # set by whoever ends the emitter, too
         return None if self._has_ended() else filled
 
     def _await_oldest(self) -> None:

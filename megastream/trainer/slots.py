@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -18,6 +18,9 @@ class Slots:
         self._changed = threading.Condition()
         self.wanted = "nothing"
         """What a slot is waited for."""
+        self.may_leave = threading.Event()
+        """What lies in slots may go onto its lane."""
+        self.may_leave.set()
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def fill(self, target: int, slots: list[torch.Tensor]) -> None:
@@ -40,8 +43,19 @@ class Slots:
             self._changed.notify_all()
 
     def wake(self) -> None:
+        """Something is over: nobody waits any more, for a slot or to leave."""
+        self.may_leave.set()
         with self._changed:
             self._changed.notify_all()
+
+    def waits_for(self, leases: Iterable[str], missing: Iterable[str], unacknowledged: Mapping[int, int]) -> str:
+        """Who waits for whom, for an error message."""
+        left = ", ".join(f"rank {t}: {count}" for t, count in unacknowledged.items() if count)
+        return (
+            f"packing {self.wanted}; leased {sorted(leases)}; not yet final {sorted(missing)}; "
+            f"slots by engine rank: {self}; pieces not acknowledged: {left or 'none'}; "
+            f"raise transfer_s for an engine that only needs longer for a piece"
+        )
 
     def __str__(self) -> str:
         return ", ".join(f"rank {t}: {len(free)} of {self._most} free" for t, free in self._free.items()) or "none"

@@ -5,6 +5,7 @@ Both ends of a lane have payloads on the same kind of device, so the two are nev
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Protocol
 
@@ -196,17 +197,19 @@ class SumKernel:
         self._kernel = self._driver.load(_PTX, "weighted_sum")
         self._made: list[_OnGpu] = []
         self._kept: list[_OnGpu] = []
+        self._beginning = threading.Lock()
 
     def begin(self, payload: torch.Tensor, stream: torch.cuda.Stream) -> Sum:
-        """Enqueues it. The payload must stay until the sum is known."""
+        """Enqueues it. The payload must stay until the sum is known. Any thread."""
         if payload.data_ptr() % _PAIR_BYTES:
             with torch.cuda.stream(stream):
                 payload = payload.clone()
-        sum_ = self._kept.pop() if self._kept else self._make()
         num_bytes = payload.numel()
         blocks = min(-(-num_bytes // (_PAIR_BYTES * _THREADS)), _MOST_BLOCKS)
-        arguments = (payload.data_ptr(), num_bytes, *sum_.begins(num_bytes, stream))
-        self._driver.launch(self._kernel, blocks, _THREADS, stream.cuda_stream, arguments)
+        with self._beginning:
+            sum_ = self._kept.pop() if self._kept else self._make()
+            arguments = (payload.data_ptr(), num_bytes, *sum_.begins(num_bytes, stream))
+            self._driver.launch(self._kernel, blocks, _THREADS, stream.cuda_stream, arguments)
         return sum_
 
     def _make(self) -> _OnGpu:

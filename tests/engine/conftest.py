@@ -29,6 +29,9 @@ TIGHT = {"num_gpu_blocks_override": 104 if NUM_GPUS else 13, "max_num_batched_to
 FOUR_RANKS = {} if NUM_GPUS in (1, 2, 3) else {"tp2pp2": {**TWO_RANKS["pp2"], **TWO_RANKS["tp2ep"]}}
 GATED = {**LAYOUTS, **{f"{name}-tight": {**layout, **TIGHT} for name, layout in {**LAYOUTS, **FOUR_RANKS}.items()}}
 """Engines for the tests of gates: a few tokens and all detectors on those that all tests share, many on tight ones."""
+UNSTAGED = {f"{name}-unstaged": layout for name, layout in LAYOUTS.items()}
+"""Likewise, but all weights are pulled inside the commit: for gate `version` alone."""
+GATED |= UNSTAGED
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,9 +39,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Gates and swaps are run in one layout by default: a trainer has to attach first."""
     dropped = []
     for item in [item for item in items if item.path.name in ("test_gates.py", "test_swap_expert.py")]:
-        if "tp2ep" in item.name or "tight" in item.name:
+        if "tp2ep" in item.name or "tight" in item.name or "unstaged" in item.name:
             item.add_marker(pytest.mark.full)
-        if _needs_room_to_be_tight(item.name) != _is_tight(item.name):
+        has_room = _needs_room_to_be_tight(item.name) == _is_tight(item.name)
+        if not has_room or ("unstaged" in item.name and "back_at_gate_version" not in item.name):
             dropped.append(item)
     items[:] = [item for item in items if item not in dropped]
     config.hook.pytest_deselected(items=dropped)
@@ -70,6 +74,8 @@ def attachable(
     settings = {"control_url": control_url, "run_id": request.param, "engine": request.param, "records": True}
     settings["expert_use"] = True
     settings["settings"] = {"compare_slice_s": 1e-6}  # a buffer at a time: at attach one rank is done before the other
+    if request.param in UNSTAGED:
+        settings["settings"]["staging"] = {"device_bytes": 0, "host_bytes": 0}
     engine = Engine(model, additional_config={"megastream": settings}, **GATED[request.param])
     engine.name = request.param
     try:

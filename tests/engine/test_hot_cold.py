@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megastream.engine.vllm.metrics import RANK_METRICS, Figures
 from megastream.families import family_of, load_shape
 from megastream.layout.mesh import parse_trainer_mesh
 from tests.engine.conftest import LAYOUTS
@@ -34,8 +35,16 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """Qwen2-MoE has a test of its own. DeepSeek-V3 and GPT-OSS are refused by name: derived weights of MLA, biases."""
 DENSE = ("qwen3", "llama")
-CASES = [(f, layout) for f in SIZES for layout in LAYOUTS if not (f in DENSE and layout == "tp2ep")]
+CASES = [(f, layout, "") for f in SIZES for layout in LAYOUTS if not (f in DENSE and layout == "tp2ep")]
 """vLLM refuses expert parallelism without experts."""
+BUDGETS: dict[str, dict[str, int]] = {
+    "host": {"device_bytes": 0},
+    "split": {"device_bytes": 400_000},
+    "pull": {"device_bytes": 400_000, "host_bytes": 0},
+    "none": {"device_bytes": 0, "host_bytes": 0},
+}
+"""Of staging: nothing on the device; as much of it as leaves experts to host memory, or to the trainer; nothing."""
+CASES += [("qwen3_moe", layout, budget) for layout in LAYOUTS for budget in BUDGETS]
 
 
 def write(family: str, folder: Path) -> dict[str, Path]:
@@ -69,12 +78,26 @@ async def look(engine: Engine, name: str) -> tuple[Any, Any, Any]:
     return [rank["digests"] for rank in ranks], answer.tokens, answer.logprobs
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
-def test_streamed_weights_are_those_of_a_cold_start(family: str, layout: str, control_url: str, tmp_path: Path) -> None:
+def check_staging(budget: str) -> None:
+    """What /metrics says of it: where it lies on each rank, and the KV blocks that it is as large as."""
+    names = [metric.name for metric in RANK_METRICS]
+    ranks = [dict(zip(names, row)) for rank, row in Figures().rows().items() if rank >= 0]  # noqa: B905
+    assert len(ranks) == 2
+    for rank in ranks:
+        on_device, on_host = rank["staging_device_bytes"], rank["staging_host_bytes"]
+        assert bool(on_host) == (budget in ("host", "split")) and on_device <= BUDGETS[budget]["device_bytes"]
+        assert bool(on_device) == (budget in ("split", "pull")) and bool(rank["staging_kv_blocks"]) <= bool(on_device)
+
+
+@pytest.mark.parametrize(("family", "layout", "budget"), CASES)
+def test_streamed_weights_are_those_of_a_cold_start(
+    family: str, layout: str, budget: str, control_url: str, tmp_path: Path
+) -> None:
     """Every tensor that each rank computes with, and every answer, is that of a fresh engine served from B's folder."""
     folders = write(family, tmp_path)
-    run_id = f"hot-{family}-{layout}"
-    settings = {"megastream": {"control_url": control_url, "run_id": run_id, "engine": run_id}}
+    run_id = f"hot-{family}-{layout}{budget}"
+    ours: dict[str, Any] = {"control_url": control_url, "run_id": run_id, "engine": run_id}
+    settings = {"megastream": {**ours, "settings": {"staging": BUDGETS[budget]} if budget else {}}}
     engine = Engine(folders["a"], additional_config=settings, **LAYOUTS[layout])
     orders = Orders()
 
@@ -85,6 +108,8 @@ def test_streamed_weights_are_those_of_a_cold_start(family: str, layout: str, co
                 for version in (1, 2, 3):
                     await asyncio.to_thread(orders.update, version)
                     seen.append(await look(engine, f"v{version}"))
+                if budget:
+                    check_staging(budget)
             finally:
                 orders.end()
         assert errors == []

@@ -57,6 +57,25 @@ def test_there_and_back_again(engine: Engine) -> None:
     engine.run(run())
 
 
+def test_weights_that_waited_in_host_memory_are_those_of_a_commit(engine: Engine) -> None:
+    """Nothing is prepared: they are packed and written inside the ordered call."""
+
+    async def run() -> None:
+        await commit(engine, B)
+        expected = await engine.ask("prepared", PROMPT, 12)
+        await commit(engine, A)
+        for rank in (0, 1):
+            await engine.ranks("feed_behave", rank, "host")
+        await commit(engine, B)
+        for rank in (0, 1):
+            await engine.ranks("feed_behave", rank, "")
+        assert await differing(engine, B) == []
+        answer = await engine.ask("written", PROMPT, 12)
+        assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
+
+    engine.run(run())
+
+
 def test_paused_whole_load_equals_a_commit(engine: Engine) -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 

@@ -33,16 +33,27 @@ def tied(folder: Path) -> None:
     write_checkpoint(folder, TIED, random_weights(TIED, 0))
 
 
-CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "derived matrices of MLA": (latent, {}, "matrices that are derived from kv_b_proj"),
-    "tied over stages": (tied, {"pipeline_parallel_size": 2}, "embedding and head are tied across pipeline stages"),
+def plain(folder: Path) -> None:
+    model = TinyMoe(vocab=VOCAB)
+    write_checkpoint(folder, model, random_weights(model, 0))
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
+    "derived matrices of MLA": (latent, {}, {}, "matrices that are derived from kv_b_proj"),
+    "tied over stages": (tied, {"pipeline_parallel_size": 2}, {}, "embedding and head are tied across pipeline stages"),
+    "a gate in parts without room": (
+        plain,
+        {"pipeline_parallel_size": 2},
+        {"gate": "stage", "settings": {"staging": {"device_bytes": 4096, "host_bytes": 4096}}},
+        "; raise staging.host_bytes by ",
+    ),
 }
-"""What is served, how, and what a trainer is told."""
+"""What is served, how (vLLM's arguments, then ours), and what a trainer is told."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_trainer_is_told_why_and_the_engine_serves_on(case: str, control_url: str, tmp_path: Path) -> None:
-    write, layout, words = CASES[case]
+    write, layout, given, words = CASES[case]
     folder, run = tmp_path / "model", f"refused-{len(case)}"
     write(folder)
 
@@ -54,7 +65,7 @@ def test_a_trainer_is_told_why_and_the_engine_serves_on(case: str, control_url: 
         def fill(self, version: int) -> None:
             """It is refused before a byte of it is needed."""
 
-    settings = {"megastream": {"control_url": control_url, "run_id": run, "engine": "e"}}
+    settings = {"megastream": {"control_url": control_url, "run_id": run, "engine": "e", **given}}
     engine = Engine(folder, additional_config=settings, **layout)
     try:
         before = engine.run(engine.ask("before", [31, 7, 50, 99], 8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +19,11 @@ from tests.helpers.synthetic import FAMILY, SHAPE, empty_buffers, fill
 
 
 class FakeLive:
-    """Live weights of one rank, starting at a version. `break_commits` makes so many commits raise."""
+    """Live weights of one rank, starting at a version. `break_commits` makes so many commits raise; `packs` names the
+    buffers that cannot be written in place."""
 
     def __init__(self, layout: RankLayout, version: int = 0) -> None:
+        self.packs: Callable[[str], bool] = lambda name: "o_proj" in name or "w2" in name
         self.layout, self.buffers = layout, empty_buffers(layout)
         self.break_commits = 0
         self.whole: dict[str, torch.Tensor] = {}
@@ -64,6 +67,9 @@ class FakeLive:
     def write_live(self, staging: Mapping[str, torch.Tensor], ranges: Mapping[str, Ranges] = NO_RANGES) -> None:
         self.commit(FakeLive.prepare(self, staging, ranges))
 
+    def in_place(self, buffer: str) -> torch.Tensor | None:
+        return None if self.packs(buffer) else self.buffers[buffer]
+
     def expert_use(self) -> Mapping[int, Sequence[float]]:
         return self.use
 
@@ -81,10 +87,11 @@ class Rank(Protocol):
 
 
 class FakeCore:
-    """CorePort over some ranks. Calls run one behind the other in one thread, on all ranks in the same order."""
+    """CorePort over some ranks. Calls run one behind the other in one thread, on all ranks in the same order: on one
+    rank after the other, or on all of them `at_once`, as a pull needs it."""
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Sequence[Rank], at_once: bool = False) -> None:
+        self.ranks, self._at_once = ranks, at_once
         self.poisons: list[str] = []
         self.commits: list[CommitRequest] = []
         self.hold = threading.Event()
@@ -99,12 +106,18 @@ class FakeCore:
             if request.mix is None:
                 self._version = request.version
             self.commits.append(request)
-            done(tuple(rank.commit(request) for rank in self.ranks))
+            done(self._on_all(lambda rank: rank.commit(request)))
 
         self._queue.put(run)
 
     def call_ranks(self, op: str, payload: dict[str, Any], done: Callable[[tuple[dict[str, Any], ...]], None]) -> None:
-        self._queue.put(lambda: done(tuple(rank.call(op, payload) for rank in self.ranks)))
+        self._queue.put(lambda: done(self._on_all(lambda rank: rank.call(op, payload))))
+
+    def _on_all(self, call: Callable[[Rank], Any]) -> tuple[Any, ...]:
+        if not self._at_once:
+            return tuple(call(rank) for rank in self.ranks)
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return tuple(pool.map(call, self.ranks))
 
     def poison(self, reason: str) -> None:
         self.poisons.append(reason)

@@ -47,13 +47,16 @@ class FeedAgent:
     def stage(self, version: int) -> None:
         """What a lane's thread does when a version is complete."""
         tensors = cut(version_weights(version), reveal.MOE, self.live.names, **self.layout)
-        self.prepared = {version: self.live.prepare({name: t.view(-1) for name, t in tensors.items()})}
+        staging = {name: t.view(-1) for name, t in tensors.items()}
+        self.prepared = {version: staging if self.behaviour == "host" else self.live.prepare(staging)}
 
     def commit(self, request: CommitRequest) -> RankCommit:
         started = time.perf_counter()
         if self.behaviour == "fail":
             return RankCommit(rank=self.rank, ok=False, stall_s=0.0, step=0, error="told to fail")
-        if self.behaviour != "skip":
+        if self.behaviour == "host":
+            self.live.write_live(self.prepared[request.version])
+        elif self.behaviour != "skip":
             self.live.commit(self.prepared[request.version])
         return RankCommit(rank=self.rank, ok=True, stall_s=time.perf_counter() - started, step=0)
 

@@ -150,23 +150,23 @@ class Side:
 
 
 @contextmanager
-def engine_processes(server: EmbeddedServer) -> Iterator[Side]:
-    with server, engine_at(server.url, "e", ENGINE) as side:
+def engine_processes(server: EmbeddedServer, settings: EngineSettings = SETTINGS) -> Iterator[Side]:
+    with server, engine_at(server.url, "e", ENGINE, settings) as side:
         yield side
 
 
 @contextmanager
-def engine_at(url: str, name: str, mesh: str) -> Iterator[Side]:
+def engine_at(url: str, name: str, mesh: str, settings: EngineSettings = SETTINGS) -> Iterator[Side]:
     """One engine of two ranks; `Side.kill` ends them as a crash does."""
     with ExitStack() as stack:
-        ranks = [RemoteRank(url, mesh, rank, SETTINGS, name) for rank in range(2)]
+        ranks = [RemoteRank(url, mesh, rank, settings, name) for rank in range(2)]
         for rank in ranks:
             stack.callback(rank.end)
-        core = FakeCore(ranks)
+        core = FakeCore(ranks, at_once=settings.staging.is_given)
         stack.callback(core.close)
         log = RedisLog(url, RUN, reconnect_s=10)
         stack.callback(log.close)
-        coordinator = Coordinator(log, engine=name, world_size=2, core=core, settings=SETTINGS)
+        coordinator = Coordinator(log, engine=name, world_size=2, core=core, settings=settings)
         coordinator.start()
         stack.callback(coordinator.close)
         yield Side(url, ranks, core, log)

@@ -119,7 +119,7 @@ def engine(
         )
         for rank, (live, receiver) in enumerate(zip(lives, receivers, strict=True))
     ]
-    core = FakeCore(agents)
+    core = FakeCore(agents, at_once=settings.staging.is_given)
     coordinator = Coordinator(
         MemoryLog(store), engine=name, world_size=len(lives), core=core, settings=settings, gate=gate
     )

@@ -130,11 +130,18 @@ def test_a_budget_for_staging_says_what_waits_where_and_what_does_not_fit() -> N
     for rank, each in half["staging"]["ranks"].items():
         assert each["device_bytes"] <= max(whole.values()) // 2 and each["short_bytes"] == 0
         assert each["device_bytes"] + each["host_bytes"] == whole[rank] // 2, "one set takes half of two"
-    told = run(*layouts, "--staging-device-bytes", "1000", "--staging-host-bytes", "2000")
-    words = " ".join(told.split())
+    pulls = ("--staging-device-bytes", "1000", "--staging-host-bytes", "2000")
+    words = " ".join(run(*layouts, *pulls).split())
     assert re.search(r"most staging of a rank in host memory 2 versions, \d", words)
-    assert re.search(r"refused engine rank 0: staging is \d+ bytes short: 2 sets", words)
-    assert "refused likewise 1 more engine ranks" in words and "peak staging" not in words
+    assert re.search(r"most that a rank pulls inside a commit [\d.]+ MiB", words)
+    assert "pulled inside each commit: a trainer that is lost meanwhile poisons the engine" in words
+    assert re.search(r"pulled engine rank 0: staging is \d+ bytes short: 2 sets .*; likewise 1 more ranks", words)
+    assert "peak staging" not in words
+    report = as_json(*layouts, "--staging-device-bytes", "0", "--staging-host-bytes", "0")
+    assert {rank: 2 * each["pulled_bytes"] for rank, each in report["staging"]["ranks"].items()} == whole
+    stall = {each["finality"]: each["stall_s"] for each in report["expected"]["updates"] if each["gate"] == "version"}
+    lane_rate = PROFILES["h200-nvlink"].lane_bytes_per_s.value
+    assert stall["pipelined"] == pytest.approx(max(plain["engine"]["bytes"].values()) / lane_rate)
     wrong = run(*layouts, "--staging-host-bytes", "-1", code=2)
     assert "staging.host_bytes must be a whole number of bytes" in wrong and wrong.count("\n") == 1
 

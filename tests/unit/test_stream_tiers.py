@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from megastream.cli.plan_staging import staging_of
+from megastream.engine.contract import NO_RANGES
 from megastream.engine.settings import EngineSettings
 from megastream.plan.pieces import PieceTable
 from megastream.plan.tiers import StagingBudget
@@ -35,7 +37,7 @@ class TieredRank(Rank):
             self.prepared += staging
             return prepare(staging, ranges)
 
-        def watched_write(staging: Any, ranges: Any) -> None:
+        def watched_write(staging: Any, ranges: Any = NO_RANGES) -> None:
             self.written += staging
             write(staging, ranges)
 
@@ -105,13 +107,37 @@ def test_a_write_from_host_memory_that_fails_is_made_again_once(failures: int) -
     assert rank.commit(2, None) == "" and rank.tensors_not_of(2) == set(), "the next version writes every unit"
 
 
-def test_a_budget_that_is_too_small_is_refused_by_name() -> None:
+def test_parts_and_overlays_need_everything_staged() -> None:
     whole = 2 * bytes_of(rank_with(None, None), DENSE | EXPERTS)
-    with pytest.raises(
-        ProtocolError, match=rf"staging is {whole - 7} bytes short: 2 sets .*staging.host_bytes=7, and "
-    ):
-        rank_with(0, 7)
-    assert rank_with(0, whole).sink.placement.nowhere == ()
+    words = rf"gate stage is for engines that stage everything, and staging is {whole - 7} bytes short: 2 sets .*"
+    with pytest.raises(ProtocolError, match=words + "staging.host_bytes=7, and "):
+        rank_with(0, 7, "stage")
+    rank = rank_with(0, 7)
+    with pytest.raises(ProtocolError, match=words):
+        rank.sink.choose("stage")
+    assert rank.sink.pulled == rank.units() and rank_with(0, whole, "stage").sink.pulled == frozenset()
+
+
+@pytest.mark.parametrize("budget", [(0, 0), (None, 0), (0, None)])
+def test_what_is_not_staged_is_pulled_inside_the_commit(budget: tuple[int | None, int | None]) -> None:
+    """Nothing, the dense units on the device, or the dense units on the host: the rest comes when it is asked for."""
+    dense = dense_budget()
+    rank = rank_with(*(dense if limit is None else limit for limit in budget))
+    pulled = [piece for piece in rank.pieces if piece.unit in rank.sink.pulled]
+    staged = [piece for piece in rank.pieces if piece.unit not in rank.sink.pulled]
+    assert pulled and bool(staged) == (budget != (0, 0))
+    for version in (1, 2):
+        rank.sink.accepted(version, 0)
+        rank.receive(version, staged)
+        assert rank.said[-1] == (version, sum(piece.num_elements for piece in staged))
+        lanes = [threading.Thread(target=rank.receive, args=(version, pulled[n::2])) for n in (0, 1)]
+        for lane in lanes:
+            lane.start()
+        assert rank.tensors_not_of(version - 1) == set(), "they wait for the commit"
+        assert rank.commit(version, None) == "" and rank.tensors_not_of(version) == set()
+        for lane in lanes:
+            lane.join(10)
+    assert rank.sink.tier_bytes == (2 * bytes_of(rank, DENSE) * (budget[0] is None), dense * (budget[1] is None))
 
 
 def test_what_was_overtaken_leaves_both_places() -> None:

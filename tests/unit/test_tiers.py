@@ -29,11 +29,11 @@ def test_every_bundle_has_one_place_and_no_budget_is_exceeded(
     bundles: list[Bundle], device: int | None, host: int | None, sets: int
 ) -> None:
     found = place(bundles, StagingBudget(device, host), sets)
-    assert sorted((*found.device, *found.host, *found.nowhere), key=bundles.index) == bundles
+    assert sorted((*found.device, *found.host, *found.pulled), key=bundles.index) == bundles
     assert found == place(list(bundles), StagingBudget(device, host), sets), "the same on every rank that asks"
     for placed, limit, others in (
-        (found.device, device, (*found.host, *found.nowhere)),
-        (found.host, host, found.nowhere),
+        (found.device, device, (*found.host, *found.pulled)),
+        (found.host, host, found.pulled),
     ):
         if limit is None:
             assert not others
@@ -53,10 +53,10 @@ def test_a_larger_budget_never_stages_less(bundles: list[Bundle], device: int, m
 @given(bundles=BUNDLES, device=st.integers(0, 400), host=st.integers(0, 400), sets=st.integers(1, 3))
 def test_what_is_short_is_exactly_what_the_host_lacks(bundles: list[Bundle], device: int, host: int, sets: int) -> None:
     found = place(bundles, StagingBudget(device, host), sets)
-    assert bool(found.short_bytes) == bool(found.nowhere) == bool(found.refusal)
-    if found.nowhere:
-        assert place(bundles, StagingBudget(device, host + found.short_bytes), sets).nowhere == ()
-        assert place(bundles, StagingBudget(device, host + found.short_bytes - 1), sets).nowhere != ()
+    assert bool(found.short_bytes) == bool(found.pulled) == bool(found.shortage)
+    if found.pulled:
+        assert place(bundles, StagingBudget(device, host + found.short_bytes), sets).pulled == ()
+        assert place(bundles, StagingBudget(device, host + found.short_bytes - 1), sets).pulled != ()
 
 
 def test_small_buffers_come_first_and_what_does_not_fit_is_passed_over() -> None:
@@ -65,7 +65,7 @@ def test_small_buffers_come_first_and_what_does_not_fit_is_passed_over() -> None
     head = Bundle(("head",), ("lm_head",), 60)
 
     def names(placement: Placement) -> list[list[str]]:
-        tiers = placement.device, placement.host, placement.nowhere
+        tiers = placement.device, placement.host, placement.pulled
         return [[bundle.units[0] for bundle in tier] for tier in tiers]
 
     assert names(place([experts, head, dense], StagingBudget(110, None), 1)) == [["dense", "head"], ["e0:8"], []]
@@ -87,9 +87,9 @@ def test_units_that_share_a_buffer_stay_together() -> None:
     assert [bundle.units for bundle in bundles_of(chain, dict.fromkeys("123", 1))] == [("a", "c", "b")]
 
 
-def test_a_refusal_says_how_many_bytes_are_short_and_what_to_set() -> None:
+def test_a_shortage_says_how_many_bytes_are_short_and_what_to_set() -> None:
     found = place([Bundle((f"u{n}",), (f"b{n}",), 10) for n in range(6)], StagingBudget(20, 25), 2)
-    assert found.refusal == (
+    assert found.shortage == (
         "staging is 75 bytes short: 2 sets take 20 bytes of staging.device_bytes=20 and 20 of staging.host_bytes=25, "
         "and u2, u3, u4 and 1 more fit in neither; raise staging.host_bytes by 75, or set staging_sets lower"
     )

@@ -58,6 +58,10 @@ class LiveBuffer(ABC):
         """Makes `rows` of `new` live at once; what it needs beside them is gone when it returns."""
         apply(self.prepare(new, rows))
 
+    def in_place(self) -> torch.Tensor | None:
+        """The live values, flat; None where they are packed."""
+        return None
+
 
 class Plain(LiveBuffer):
     """Live in the loader's layout: all of CUDA with Triton experts; on CPU the embedding and the norms."""
@@ -79,6 +83,9 @@ class Plain(LiveBuffer):
     def write(self, new: torch.Tensor, rows: slice = ALL) -> None:
         """From page-locked memory a GPU fetches the bytes on its own, in the order of the current stream."""
         self.parameter.data[rows].copy_(new[rows], non_blocking=True)
+
+    def in_place(self) -> torch.Tensor | None:
+        return self.parameter.data.view(-1) if self.parameter.data.is_contiguous() else None
 
 
 class PackedLinear(LiveBuffer):

@@ -108,6 +108,9 @@ class VllmLiveModel:
         for buffer, new, rows in self._in_rows(staging, ranges):
             buffer.write(new, rows)
 
+    def in_place(self, buffer: str) -> torch.Tensor | None:
+        return self._buffer(buffer).in_place()
+
     def _in_rows(
         self, staging: Mapping[str, torch.Tensor], ranges: Mapping[str, Ranges]
     ) -> Iterator[tuple[LiveBuffer, torch.Tensor, slice]]:
