@@ -1,8 +1,11 @@
-"""Several engine cores: two replicas take every version; cores of one vLLM in data parallelism are two engines when
-they are independent, and are refused when they share a forward."""
+"""Several engine cores: two replicas take every version, one that dies is lost alone and its successor joins; cores of
+one vLLM in data parallelism are two engines when they are independent, and are refused when they share a forward."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,10 +16,11 @@ from typing import Any
 import pytest
 
 from megastream.control.redis_log import RedisLog
-from megastream.protocol.records import Attach, Committed, EngineReady
+from megastream.protocol.records import Attach, Attached, Committed, EngineReady, Failed
+from megastream.rl import owned
 from tests.engine.test_hot_cold import trainer_of, write
 from tests.helpers import reveal
-from tests.helpers.engine import Answer, Engine
+from tests.helpers.engine import Answer, Engine, segments_of
 from tests.helpers.hard_traffic import hard_traffic
 from tests.helpers.reveal_trainer import SETTINGS, Orders, training
 from tests.helpers.tiny_moe import write_checkpoint
@@ -72,7 +76,7 @@ def until(check: Callable[[], Any], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not check():
         assert time.monotonic() < end, "not reached in time"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def clean(answers: list[Answer], tokens: int) -> None:
@@ -99,6 +103,55 @@ def test_every_replica_takes_every_version(replicas: Replicas) -> None:
         clean(answers, TOKENS)
         assert {label for answer in answers for label in answer.labels()} >= set(map(str, range(1, UPDATES + 1)))
         assert replicas.committed(engine.name) == list(range(1, UPDATES + 1))
+
+
+def test_a_killed_worker_is_lost_alone_and_its_successor_joins(replicas: Replicas) -> None:
+    """Its requests end with vLLM's own error, the trainer finds out at its next step, and the other replica notices
+    nothing."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    first, second = replicas.engines
+    trainer, (core,) = replicas.trainer, second.cores()
+    segments = segments_of(core.pid)
+    with requests(first) as on_first:
+        trainer.update()
+        begun = second.num_tokens
+        dying = asyncio.run_coroutine_threadsafe(second.ask("dying", [20] * 4, 400), second.loop)
+        until(lambda: second.num_tokens > begun + 5, 90)
+        os.kill(*second.run(second.ranks("feed_pid")), signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            dying.result(60)
+        for _ in range(5):
+            trainer.update()
+        assert attachment(replicas, "b") in {record.attachment for record in replicas.records(Failed)}
+        third = Engine(replicas.model, additional_config=plugin(replicas.url, "c"))
+        try:
+
+            def took_three() -> bool:
+                trainer.update()
+                return len(replicas.committed("c")) >= 3
+
+            until(took_three, 120)
+            with requests(third) as on_third:
+                for _ in range(5):
+                    trainer.update()
+        finally:
+            third.close()
+            for name in segments:
+                (owned.SHM / name).unlink(missing_ok=True)
+        last = trainer.version
+        trainer.update()
+    clean(on_first, 1000)
+    clean(on_third, 50)
+    joined = [attach for attach in replicas.records(Attach) if attach.engine == "c"]
+    attached = [record for record in replicas.records(Attached) if record.engine == "c"]
+    assert [attach.late_joiner for attach in joined] == [True] and [record.replaced for record in attached] == [True]
+    assert replicas.committed("c")[-1] == last
+    assert replicas.committed("a") == list(range(1, trainer.version + 1))
+
+
+def attachment(replicas: Replicas, engine: str) -> str:
+    return next(attach.attachment for attach in replicas.records(Attach) if attach.engine == engine)
 
 
 def test_independent_cores_of_one_vllm_are_engines_of_their_own(control_url: str, tmp_path: Path) -> None:
