@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
@@ -146,18 +148,47 @@ def test_beam_search_has_no_record_and_so_no_answer(served: Served) -> None:
     assert code == 409 and "no record of the versions" in text
 
 
-def test_development_endpoints_want_the_token_and_take_no_pickle(cold: Cold) -> None:
+class Opens:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+def test_development_endpoints_want_the_token_and_take_no_pickle(cold: Cold, tmp_path: Path) -> None:
     server, bearer = cold.server, {"Authorization": f"Bearer {TOKEN}"}
     for headers in ({}, {"Authorization": TOKEN}, {"Authorization": f"Bearer {TOKEN[:-1]}"}):
         for path in ("/pause", "/update_weights", "/collective_rpc", "/sleep", "/reset_prefix_cache/"):
             assert refused(lambda path=path, h=headers: server.ask(path, b"{}", **h))[0] == 401
         assert refused(lambda h=headers: server.ask("/is_paused", **h))[0] == 401
     assert json.loads(server.ask("/is_paused", **bearer)) == {"is_paused": False}
-    pickled = pickle.dumps({"update_info": {"version": 7}})
+    pickled = pickle.dumps({"update_info": Opens(tmp_path / "opened")})
     kind = {"Content-Type": "application/octet-stream"}
-    assert refused(lambda: server.ask("/update_weights", pickled, **bearer, **kind))[0] == 415
-    assert refused(lambda: server.ask("/update_weights", pickled, **bearer))[0] in (400, 422)
+    for path in ("/update_weights", "/init_weight_transfer_engine", "/collective_rpc"):
+        assert refused(lambda path=path: server.ask(path, pickled, **bearer, **kind))[0] == 415
+        assert refused(lambda path=path: server.ask(path, pickled, **bearer))[0] in (400, 422)
+    assert not (tmp_path / "opened").exists()
     assert server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})["choices"], "and the others want none"
+
+
+OPEN = "classify detokenize generative_scoring health invocations is_scaling_elastic_ep kv_event_sources load metrics"
+OPEN += " ping pooling rerank scale_elastic_ep score tokenize tokenizer_info version"
+"""vLLM's endpoints that neither pause an engine nor change its weights, beside those below a version (`/v1/...`)."""
+
+
+@pytest.mark.full
+def test_whatever_else_the_server_says_it_has_wants_the_token(cold: Cold) -> None:
+    paths: dict[str, dict[str, Any]] = json.loads(cold.server.ask("/openapi.json"))["paths"]
+    public = {f"/{name}" for name in OPEN.split()}
+    closed = [path for path in paths if path not in public and not re.match(r"/(v\d|cohere|inference)/", path)]
+    assert {"/pause", "/resume", "/update_weights", "/collective_rpc", "/sleep", "/wake_up"} <= set(closed)
+    for path in closed:
+        for method in paths[path]:
+            body = None if method == "get" else b"{}"
+            assert refused(lambda path=path, body=body: cold.server.ask(path, body))[0] == 401, path
 
 
 @pytest.mark.full
