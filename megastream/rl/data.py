@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<answer>")
@@ -98,8 +99,14 @@ def write_pairs(path: Path, pairs: list[Pair]) -> None:
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Inverse of `write_pairs`."""
-    return [Pair(**json.loads(line)) for line in path.read_text().splitlines()]
+    """Inverse of `write_pairs`; other keys are passed over. ValueError names the file, the line and what is wrong."""
+    pairs = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            pairs.append(msgspec.json.decode(line, type=Pair))
+        except (UnicodeDecodeError, msgspec.MsgspecError) as error:
+            raise ValueError(f"{path}, line {number} holds no question and answer as text ({error})") from error
+    return pairs
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -81,7 +81,10 @@ class Rows:
 
 def _tokens(file: Path) -> np.ndarray:
     if file.suffix == ".npy":
-        tokens: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
+        try:
+            tokens: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{file} cannot be read as one row of token ids: {error}") from error
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"{file} holds {tokens.dtype} of shape {tokens.shape}; give one row of token ids")
         return tokens

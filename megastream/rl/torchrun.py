@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from megastream.sync import SyncError
 from megastream.trainer.agreement import AgreedError
 
 FAILED, REFUSED = 1, 2
+_NODE = "MEGASTREAM_NODE_FOLDER"
+"""In the ranks' environment: the folder of this start on this node."""
 
 
 def run_train(path: Path) -> int:
@@ -40,19 +43,20 @@ def run_train(path: Path) -> int:
 def run_rank(path: Path) -> int:
     """One rank, at the place that torchrun's environment names. Errors of all ranks are said by rank 0 only.
 
-    Before the ranks have met, the first of each node speaks: a file may be missing on one node alone.
+    Before the ranks have met, the one that is first of its node speaks: a file may be missing on one node alone.
     """
+    # A launcher that is killed leaves nothing behind, and one that is interrupted speaks for its ranks.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     import torch.distributed as dist
 
     from megastream.rl.train_run import Place, train
 
-    # A launcher that is killed leaves nothing behind.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         train(load_train_config(path), Place(rank, ranks, "env://"))
     except (AgreedError, ConfigError) as error:
-        if rank == 0 or (os.environ["LOCAL_RANK"] == "0" and not dist.is_initialized()):
+        if _is_first() if not dist.is_initialized() else rank == 0:
             print(f"megastream: {error}", file=sys.stderr)
         return FAILED
     except (SyncError, ControlError, TimeoutError, ValueError, OSError, RuntimeError) as error:
@@ -61,7 +65,26 @@ def run_rank(path: Path) -> int:
     return 0
 
 
+def _is_first() -> bool:
+    """Whether no other rank of this node has failed yet: torchrun ends the slower ones before they can speak."""
+    folder = os.environ.get(_NODE)
+    if folder is None:  # another launcher than ours
+        return os.environ["LOCAL_RANK"] == "0"
+    try:
+        Path(folder, "failed").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def _launch(path: Path, config: TrainConfig) -> int:
+    """torchrun writes into a folder of this start, which goes with it; the ranks of this node share it."""
+    with tempfile.TemporaryDirectory(prefix="megastream-train-") as folder:
+        os.environ[_NODE] = folder
+        return _launch_in(folder, path, config)
+
+
+def _launch_in(folder: str, path: Path, config: TrainConfig) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -69,7 +92,7 @@ def _launch(path: Path, config: TrainConfig) -> int:
 
     meeting = config.rendezvous
     try:
-        elastic_launch(agent_config(config), sys.executable)("-m", "megastream.rl.torchrun", str(path))
+        elastic_launch(agent_config(config, folder), sys.executable)("-m", "megastream.rl.torchrun", str(path))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"megastream: trainer rank {rank} ended first, with exit code {failure.exitcode}", file=sys.stderr)
@@ -87,8 +110,12 @@ def _launch(path: Path, config: TrainConfig) -> int:
     return 0
 
 
-def agent_config(config: TrainConfig) -> Any:
-    """torch's LaunchConfig. `start_s` ends both waits: for the first node's store, and there for the other nodes."""
+def agent_config(config: TrainConfig, folder: str) -> Any:
+    """torch's LaunchConfig; torchrun's own files go into `folder`.
+
+    `start_s` ends both waits: for the first node's store, and there for the other nodes.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     meeting, start_s = config.rendezvous, math.ceil(config.deadlines.start_s)
@@ -102,6 +129,7 @@ def agent_config(config: TrainConfig) -> Any:
         rdzv_configs={"join_timeout": start_s, "read_timeout": start_s},
         max_restarts=0,
         monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
     )
 
 

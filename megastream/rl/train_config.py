@@ -264,8 +264,8 @@ def parse_train_config(raw: dict[str, Any]) -> TrainConfig:
             f"or set engines to 1"
         )
     host, _, port = config.rendezvous.address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"rendezvous.address is {config.rendezvous.address!r}; give host:port")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"rendezvous.address is {config.rendezvous.address!r}; give host:port, a port up to 65535")
     return config
 
 

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
+
+from megastream.protocol.bounds import MOST_NUMBER
 from megastream.protocol.control import ControlLog
 from megastream.trainer.checkpoint_folder import write_synced
 
 BLOCK = 32
 """Versions that are reserved at a time: one write in so many steps; at most so many numbers are skipped at a start."""
+
+
+class _Reserved(msgspec.Struct):
+    reserved: Annotated[int, msgspec.Meta(ge=-1, le=MOST_NUMBER)]
 
 
 class Watermark:
@@ -22,10 +30,10 @@ class Watermark:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self.reserved = int(json.loads(path.read_text())["reserved"])
+            self.reserved = msgspec.json.decode(path.read_bytes(), type=_Reserved).reserved
         except FileNotFoundError:
             self.reserved = -1
-        except (ValueError, KeyError, TypeError) as error:
+        except (UnicodeDecodeError, msgspec.MsgspecError) as error:
             raise ValueError(f"{path} does not say which versions were reserved ({error}); restore it") from error
 
     def lift(self, log: ControlLog, resumed: int = -1) -> None:

@@ -250,6 +250,10 @@ class Checkpointer:
 
     def _read(self, path: Path, manifest: Manifest, weights_only: bool) -> dict[str, Any]:
         if not weights_only:
+            if "adam_step" not in manifest.state:
+                raise AgreedError(
+                    f"{path} does not say how often Adam stepped; load weights_only from it, or another one"
+                )
             compat_checkpoint.allocate_moments(self._optimizer)
         with together(*compat_checkpoint.loading_errors()):
             parts = describe(self._chunks, None if weights_only else self._optimizer)

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
 logger = logging.getLogger(__name__)
@@ -65,17 +66,17 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """CheckpointError when there is none, or it is not one of this program."""
+        """CheckpointError when there is none, it is not one of this program, or it is another folder's."""
         try:
-            raw = json.loads((folder / MANIFEST).read_text())
-            files = {name: (int(size), str(digest)) for name, (size, digest) in raw["files"].items()}
-            manifest = Manifest(**{**raw, "files": files})
+            manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder} has no {MANIFEST}: its save did not finish") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
             raise CheckpointError(f"{folder / MANIFEST} cannot be read ({error})") from error
         if manifest.format != FORMAT:
             raise CheckpointError(f"{folder} has format {manifest.format}; this version reads format {FORMAT}")
+        if (named := _STEP.fullmatch(folder.name)) and int(named[1]) != manifest.step:
+            raise CheckpointError(f"{folder} is of step {manifest.step}, as its {MANIFEST} says; give it that name")
         return manifest
 
 

@@ -112,6 +112,42 @@ def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_an_interrupted_launcher_speaks_for_its_ranks_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(temporary := tmp_path / "temporary"))
+    temporary.mkdir()
+    write_files(tmp_path)
+    (launcher,) = nodes(tmp_path, 1, run__steps=400)
+    try:
+        wait_for("a step", lambda: bool(trace(tmp_path)), 60)
+        launcher.send_signal(signal.SIGINT)
+        _, said = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 130 and "Traceback" not in said, said
+    assert said.strip().splitlines()[-1] == "megastream: SIGINT: the ranks of this node were stopped"
+    wait_for("all ranks to end", lambda: not rank_processes(tmp_path / "train.yaml"), 20)
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.full
+def test_what_all_ranks_refuse_is_said_once_also_when_rank_0_is_the_slowest(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    path = tmp_path / "train.yaml"
+    launchers = nodes(tmp_path, 1, layout__stage_layers=[1, 1])
+    wait_for("four ranks", lambda: len(rank_processes(path)) == 4, 60)
+    slow = next(pid for pid in rank_processes(path) if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(slow, signal.SIGSTOP)
+    try:
+        wait_for("another rank to end", lambda: len(rank_processes(path)) < 4, 60)
+    finally:
+        os.kill(slow, signal.SIGCONT)
+    ((code, spoken),) = end(launchers)
+    assert code == 1 and sum("stage_layers" in line for line in spoken) == 1, spoken
+
+
+@pytest.mark.full
 def test_a_bad_checkpoint_is_one_line_of_rank_0_and_everybody_stops(tmp_path: Path) -> None:
     write_files(tmp_path)
     assert run(job(tmp_path, run__steps=2)) == [""] * 4

@@ -68,6 +68,25 @@ def test_every_kind_of_damage_is_a_fault(folder: CheckpointFolder, monkeypatch: 
         pass
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [('"step": 4,', '"step": "4",', "cannot be read .*`int`"), ('"state": {', '"states": {', "cannot be read")],
+)
+def test_a_manifest_that_is_none_of_ours_is_one_line(folder: CheckpointFolder, old: str, new: str, words: str) -> None:
+    manifest = save(folder, 4) / "manifest.json"
+    assert old in (text := manifest.read_text())
+    manifest.write_text(text.replace(old, new, 1))
+    with pytest.raises(CheckpointError, match=words), reading(manifest.parent):
+        pass
+
+
+def test_a_copy_under_the_name_of_another_step_is_not_read(folder: CheckpointFolder) -> None:
+    """Else it would be the newest at every start, and what was trained since be trained again."""
+    copy = save(folder, 4).rename(folder.root / "step_00000050")
+    with pytest.raises(CheckpointError, match="step_00000050 is of step 4, as its manifest.json says"), reading(copy):
+        pass
+
+
 def test_what_is_unfinished_is_never_listed_and_swept_at_the_next_start(folder: CheckpointFolder) -> None:
     left = folder.begin(7, "killed")
     (left / "part").write_text("x")

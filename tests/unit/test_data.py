@@ -80,3 +80,15 @@ def test_questions_without_room_for_an_answer_are_refused() -> None:
     refuse_long_questions(PAIRS, 10, longest + 10)
     with pytest.raises(ValueError, match=rf"max_model_len is {longest + 9}; .* at least {longest + 10}"):
         refuse_long_questions(PAIRS, 10, longest + 9)
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"question": "1 + 1 ="}', b"[1]", b'{"question": 1, "answer": "2"}', b"", b"{", b'{"question": "\xff"}']
+)
+def test_a_line_that_is_no_pair_is_named(tmp_path: Path, line: bytes) -> None:
+    good = b'{"question": "1 + 1 =", "answer": "2", "id": 7}\n'
+    (path := tmp_path / "pairs.jsonl").write_bytes(good + line + b"\n")
+    with pytest.raises(ValueError, match=r"pairs\.jsonl, line 2 holds no question and answer as text"):
+        read_pairs(path)
+    path.write_bytes(good)
+    assert read_pairs(path) == [Pair("1 + 1 =", "2")]

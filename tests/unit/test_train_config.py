@@ -43,6 +43,7 @@ def test_the_file_in_configs_is_valid() -> None:
         ({"layout__pp": 3}, "is 4, which layout.tp x layout.cp x layout.pp = 3 does not divide"),
         ({"checkpoint__keep": 0}, "checkpoint.keep is 0; it must be above 0"),
         ({"rendezvous__address": "here"}, "rendezvous.address is 'here'; give host:port"),
+        ({"rendezvous__address": "127.0.0.1:99999"}, "'127.0.0.1:99999'; give host:port, a port up to 65535"),
         ({"optimizer__decay_steps": 2}, "decay cosine needs more than the 3 steps of the warm-up"),
         ({"finality": "soon"}, "finality"),
         ({"checkpoint__weights_only": True}, "needs the path of a checkpoint in checkpoint.load"),
@@ -74,7 +75,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, changes: dict[str, Any], words: 
 
 def test_nodes_wait_for_each_other_and_for_the_first_ones_store_as_long_as_the_file_says(tmp_path: Path) -> None:
     """torch's own limit for the store is 60 s: a node that is started earlier than that would not wait."""
-    agent = agent_config(parse_train_config(job(tmp_path, deadlines__start_s=299.5)))
+    agent = agent_config(parse_train_config(job(tmp_path, deadlines__start_s=299.5)), str(tmp_path))
     assert [agent.rdzv_configs[name] for name in ("join_timeout", "read_timeout")] == [300, 300]
     assert (agent.run_id, agent.min_nodes, agent.max_nodes, agent.nproc_per_node) == ("test", 1, 1, 4)
 

@@ -225,6 +225,13 @@ def test_a_start_that_ends_before_its_base_skips_one_block_of_versions(
         assert Watermark(tmp_path / "run" / streaming.WATERMARK_FILE).reserved == 9 + start * BLOCK
 
 
+@pytest.mark.parametrize("reserved", ["Infinity", "1e30", "1.9", "true", '"7"', "-5"])
+def test_a_watermark_that_is_no_version_is_named(tmp_path: Path, reserved: str) -> None:
+    (path := tmp_path / "versions.json").write_text(f'{{"reserved": {reserved}}}')
+    with pytest.raises(ValueError, match=r"versions\.json does not say which versions were reserved"):
+        Watermark(path)
+
+
 def start(tmp_path: Path) -> None:
     one = {"rendezvous__ranks_per_node": 1, "layout": {}, "deadlines__save_s": 500}
     train_run.start(parse_train_config(job(tmp_path, **one)), Place(0, 1, ""))
