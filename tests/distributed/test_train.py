@@ -168,13 +168,15 @@ def test_a_folder_in_use_and_a_missing_shard_are_refused(tmp_path: Path) -> None
 
 
 def test_the_newest_whole_one_is_picked(tmp_path: Path) -> None:
-    """10 is whole, 20 empty, 30 has no manifest, 40 lacks one byte, 50 has one wrong byte."""
+    """4 is whole, 20 empty, 30 has no manifest, 40 lacks one byte, 50 has one wrong byte, 60 is a copy of 4."""
     folder = prepared(tmp_path)
     shutil.rmtree(folder / "step_00000002")
-    (folder / "step_00000004").rename(folder / "step_00000010")
     (folder / "step_00000020").mkdir()
-    for step in (30, 40, 50):
-        shutil.copytree(folder / "step_00000010", folder / f"step_000000{step}")
+    for step in (30, 40, 50, 60):
+        copy = shutil.copytree(folder / "step_00000004", folder / f"step_000000{step}")
+        if step < 60:
+            text = (copy / "manifest.json").read_text()
+            (copy / "manifest.json").write_text(text.replace('"step": 4,', f'"step": {step},', 1))
     (folder / "step_00000030" / "manifest.json").unlink()
     shard = next((folder / "step_00000040").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -184,14 +186,15 @@ def test_the_newest_whole_one_is_picked(tmp_path: Path) -> None:
     wrong.write_bytes(content)
     assert run(job(tmp_path, run__steps=6, **ONE), 1) == [""]
     start = [line for line in lines(tmp_path) if line["kind"] == "start"][-1]
-    assert start["resumed"].endswith("step_00000010") and start["step"] == 4
+    assert start["resumed"].endswith("step_00000004") and start["step"] == 4
     reasons = " | ".join(start["refused"])
+    assert "step_00000060 is of step 4, as its manifest.json says" in reasons
     assert "step_00000050: file" in reasons and "does not have the checksum" in reasons
     assert "step_00000040: file" in reasons and "the manifest says" in reasons
     assert "step_00000030 has no manifest.json" in reasons and "step_00000020 has no manifest.json" in reasons
     assert whole_checkpoints(tmp_path) == [4, 6], "what was passed over takes the place of none"
     assert (folder / "CURRENT").read_text() == "step_00000006\n"
-    assert len(list(folder.glob("refused-step_*"))) == 4
+    assert len(list(folder.glob("refused-step_*"))) == 5
 
 
 @pytest.mark.full
