@@ -28,8 +28,6 @@ SEVERAL = tuple(transport for transport in TRANSPORTS if transport != "gloo")
 WITH_MARKS = [pytest.param(name, marks=pytest.mark.full if name == memory.TRANSPORT else ()) for name in TRANSPORTS]
 """Where there is no GPU, a second transport is much to run for each change."""
 SLOT = 1 << 20
-SOON_S = 2.0
-"""A dead peer is noticed within this time."""
 
 processes = forked(WITHOUT_CUDA if HAS_GPU else PRELOAD)
 
@@ -41,7 +39,7 @@ def device_of(transport: str, index: int) -> torch.device:
     return torch.device("cuda", index % torch.cuda.device_count())
 
 
-def connect(transport: str, address: LaneAddress, deadline_s: float = 10.0) -> Any:
+def connect(transport: str, address: LaneAddress, deadline_s: float = 30.0) -> Any:
     _say_host(transport, "sender")
     if address.transport == memory.TRANSPORT:
         return memory.connect(address, deadline_s)
@@ -108,7 +106,7 @@ class Sender:
     process: Any
     pipe: Any
 
-    def result(self, timeout_s: float = 20.0) -> Any:
+    def result(self, timeout_s: float = 60.0) -> Any:
         """What the script returned, or the text `ErrorType: message` of what it raised."""
         assert self.pipe.poll(timeout_s), f"the sender said nothing within {timeout_s} s"
         return self.pipe.recv()
@@ -132,7 +130,7 @@ def take(lane: Any, header: PieceHeader, into: torch.Tensor, deadline_s: float) 
     lane.finish_payload(header, deadline_s)
 
 
-def receive(lane: Any, deadline_s: float = 10.0) -> tuple[PieceHeader, torch.Tensor]:
+def receive(lane: Any, deadline_s: float = 30.0) -> tuple[PieceHeader, torch.Tensor]:
     """The next piece, acknowledged."""
     got = lane.receive_header(deadline_s)
     assert got is not None
@@ -222,7 +220,7 @@ class Link:
         address = self.receiver.address(source)
         sender = start_sender(self.transport, address, script, *args)
         self.senders.append(sender)
-        self.lanes.append(self.receiver.accept(address, 20.0))
+        self.lanes.append(self.receiver.accept(address, 60.0))
         return self.lanes[-1], sender
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from megastream.protocol.records import (
     TrainerReady,
     TrainingFinished,
 )
+from tests.contract import SOON_S
 from tests.contract.logs import RUN, ready, versions
 
 
@@ -184,7 +185,7 @@ def test_no_server_at_start_is_one_line_at_once(tmp_path: Path) -> None:
         with pytest.raises(ControlError, match=match) as caught:
             RedisLog(url, RUN, reconnect_s=30.0)
         assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < SOON_S, "far below reconnect_s"
     with pytest.raises(ValueError, match="run id"):
         RedisLog("redis://127.0.0.1:1", "a b", reconnect_s=1.0)
     with pytest.raises(ValueError, match="reconnect_s must be at least 0 and finite, got nan"):
@@ -195,8 +196,8 @@ def test_outage_then_flush_then_the_end(tmp_path: Path, caplog: pytest.LogCaptur
     """One server that is away, comes back empty, is emptied again, and stays away."""
     caplog.set_level(logging.WARNING)
     with EmbeddedServer(tmp_path / "c") as server:
-        trainer = RedisLog(server.url, RUN, reconnect_s=10.0)
-        engine = RedisLog(server.url, RUN, reconnect_s=10.0)
+        trainer = RedisLog(server.url, RUN, reconnect_s=30.0)
+        engine = RedisLog(server.url, RUN, reconnect_s=30.0)
         assert [trainer.next_incarnation() for _ in range(3)] == [1, 2, 3]
         trainer.append(ready(7, incarnation=3))
         trainer.raise_version(7)
@@ -205,13 +206,13 @@ def test_outage_then_flush_then_the_end(tmp_path: Path, caplog: pytest.LogCaptur
         server.stop()
         started = time.monotonic()
         assert engine.read(last, 0.3) == []  # an outage does not hold a reader longer than it asked for
-        assert 0.2 < time.monotonic() - started < 1.5
+        assert 0.2 < time.monotonic() - started < SOON_S
         assert engine.away_s > 0.1
         writing = threading.Thread(target=trainer.append, args=(ready(8, incarnation=3),))
         writing.start()
         time.sleep(0.5)
         server.start()
-        writing.join(5.0)
+        writing.join(30.0)
         assert versions(engine.read(last, 5.0)) == [8]
         assert engine.away_s == 0.0
         assert "is away" in caplog.text and "is back" in caplog.text and "lost its data" in caplog.text
@@ -229,7 +230,7 @@ def test_outage_then_flush_then_the_end(tmp_path: Path, caplog: pytest.LogCaptur
         started = time.monotonic()
         with pytest.raises(ControlError, match=rf"{server.socket}.*append.*away for .* the limit is 0\.5 s"):
             fresh.append(ready(9))
-        assert 0.4 < time.monotonic() - started < 2.0
+        assert 0.4 < time.monotonic() - started < SOON_S
         server.start()  # given up, but not for ever: a later call tries again
         fresh.append(ready(10))
         assert versions(fresh.read("0", 1.0)) == [10]

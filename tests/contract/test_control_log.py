@@ -20,6 +20,7 @@ from megastream.protocol.records import (
     RankCommit,
     TrainingFinished,
 )
+from tests.contract import SOON_S
 from tests.contract.logs import RUN, ready, versions
 
 
@@ -42,11 +43,11 @@ def test_read_waits_for_the_first_record_and_no_longer(connect: Callable[..., Re
     log, other = connect(), connect()
     started = time.monotonic()
     assert log.read("0", 0.7) == []
-    assert 0.6 < time.monotonic() - started < 1.5
+    assert 0.6 < time.monotonic() - started < SOON_S
     threading.Timer(0.3, other.append, (ready(1),)).start()
     started = time.monotonic()
-    assert versions(log.read("0", 10.0)) == [1]
-    assert time.monotonic() - started < 1.5
+    assert versions(log.read("0", 30.0)) == [1]
+    assert time.monotonic() - started < SOON_S
     assert log.read("0", 0.0) != [] and log.read(log.read("0", 0.0)[-1][0], 0.0) == []
 
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megastream.protocol.lane import LaneAddress, LaneError, LaneTimeout
+from tests.contract import SOON_S
 from tests.contract.lanes import (
     HOST,
     SLOT,
-    SOON_S,
     Link,
     connect,
     content,
@@ -52,7 +52,7 @@ def waiting(link: Link, address: LaneAddress, outcome: list[str]) -> threading.T
 
     def accept() -> None:
         try:
-            link.receiver.accept(address, 20.0)
+            link.receiver.accept(address, 60.0)
         except LaneError as error:
             outcome.append(str(error))
 
@@ -78,7 +78,7 @@ def test_a_void_address_ends_its_accept_and_leaves_the_next_one(link: Link, how:
         link.receiver.accept(first, 5.0)
     sender = start_sender(link.transport, second, send_sizes, [100])
     link.senders.append(sender)
-    link.lanes.append(link.receiver.accept(second, 20.0))
+    link.lanes.append(link.receiver.accept(second, 60.0))
     assert receive(link.lanes[0])[0].seq == 0 and sender.result()["pieces"] == 1
 
 
@@ -172,11 +172,11 @@ def receive_and_die(transport: str, pipe: Any, when: str) -> None:
     end = receiver(transport)
     address = end.address(3)
     pipe.send(address)
-    lane = end.accept(address, 20.0)
-    got = lane.receive_header(20.0)
+    lane = end.accept(address, 60.0)
+    got = lane.receive_header(60.0)
     if when == "in the middle":
         threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        take(lane, got, room(lane, got.num_bytes), 20.0)
+        take(lane, got, room(lane, got.num_bytes), 60.0)
         time.sleep(60)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -186,7 +186,7 @@ def test_a_receiver_killed_while_the_sender_waits(when: str, link: Link) -> None
     ours, theirs = processes.Pipe()
     victim = processes.Process(target=receive_and_die, args=(link.transport, theirs, when), daemon=True)
     victim.start()
-    assert ours.poll(20)
+    assert ours.poll(60)
     lane = connect(link.transport, ours.recv())
     payload = room(lane, 256 * SLOT, 1)
     made = header(0, payload)
@@ -239,7 +239,7 @@ from tests.contract.lanes import receiver
 end = receiver(sys.argv[1])
 address = end.address(3)
 print(address.port, address.key, flush=True)
-lane = end.accept(address, 20.0)
+lane = end.accept(address, 60.0)
 try:
     lane.receive_header(0.1)
 except RuntimeError as error:
@@ -257,7 +257,7 @@ def test_a_forgotten_lane_does_not_hold_up_the_exit(link: Link) -> None:
     lane = connect(link.transport, LaneAddress(link.transport, HOST, int(port), key))
     try:
         assert "0.1 s" in forgetful.stdout.readline()
-        assert forgetful.wait(10) == 0
+        assert forgetful.wait(30) == 0
     finally:
         forgetful.kill()
         forgetful.stdout.close()

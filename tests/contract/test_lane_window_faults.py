@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megastream.protocol.lane import LaneError
+from tests.contract import SOON_S
 from tests.contract.lanes import (
     SLOT,
-    SOON_S,
     Link,
     begin,
     connect,
@@ -70,7 +70,7 @@ def begin_and_die(transport: str, pipe: Any, begun: int) -> None:
     end = receiver(transport)
     address = end.address(3)
     pipe.send(address)
-    lane = end.accept(address, 20.0)
+    lane = end.accept(address, 60.0)
     begin(lane, begun)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -81,7 +81,7 @@ def test_a_receiver_killed_with_a_full_window(wide: Link, begun: int) -> None:
     ours, theirs = processes.Pipe()
     victim = processes.Process(target=begin_and_die, args=(wide.transport, theirs, begun), daemon=True)
     victim.start()
-    assert ours.poll(20)
+    assert ours.poll(60)
     lane = connect(wide.transport, ours.recv())
     try:
         kept = [post(lane, seq, 8 * SLOT) for seq in range(lane.window)]

@@ -28,14 +28,14 @@ def test_an_abort_ends_lanes_that_nobody_has_connected_to() -> None:
     time.sleep(0.2)
     started = time.monotonic()
     broken.abort()
-    broken.join(3.0)
-    assert time.monotonic() - started < 3.0
+    broken.join(10.0)
+    assert time.monotonic() - started < 10.0, "far below bind_s"
     after = inlet(receiver, failures)
     addresses = after.addresses()
     after.open()
     lanes = [connect(address, 5.0) for address in addresses.values()]
     for lane in lanes:
         lane.close()
-    after.join(5.0)
+    after.join(20.0)
     assert threading.active_count() == before and failures == []
     receiver.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from statistics import median
 
 import pytest
 import torch
@@ -15,18 +16,23 @@ from tests.helpers.traffic import commit, count, stage, traffic, update_often
 pytestmark = pytest.mark.timeout(600)
 
 UPDATES, TOKENS = 8, 1500
+STALLED_S = 10.0
+"""A busy machine may stand still for seconds; a core that waits for input would do so until the next request."""
 
 
 def test_first_update_with_no_request_in_flight(engine: Engine) -> None:
     """Committed and acknowledged within a second although the core waits for input."""
 
     async def run() -> None:
-        await stage(engine, 1)
-        started = time.monotonic()
-        await engine.core("feed_commit", 1)
-        assert time.monotonic() - started < 1
+        seconds = []
+        for version in range(1, 6):
+            await stage(engine, version)
+            started = time.monotonic()
+            await engine.core("feed_commit", version)
+            seconds.append(time.monotonic() - started)
+        assert median(seconds) < 1 and max(seconds) < STALLED_S, seconds
         after = await engine.ask("after", [20] * 4, 3)
-        assert after.labels() == ["1"] * 3 and not any(map(reveal.is_mixed, after.tokens))
+        assert after.labels() == ["5"] * 3 and not any(map(reveal.is_mixed, after.tokens))
 
     engine.run(run())
 
@@ -35,15 +41,17 @@ def test_last_request_ends_right_after_a_commit(engine: Engine) -> None:
     """Nothing would read the replies of such a commit: the core drains them before it waits for input."""
 
     async def run() -> None:
-        for version, length in enumerate((1, 2, 3, 5, 8), start=2):
+        seconds = []
+        for version, length in enumerate((1, 2, 3, 5, 8), start=6):
             await stage(engine, version)
             request = asyncio.create_task(engine.ask(f"last-{version}", [20] * 4, length))
             await asyncio.sleep(0.002 * length)
             started = time.monotonic()
             replies = await engine.core("feed_commit", version)
             assert all(reply["ok"] for reply in replies)
-            assert time.monotonic() - started < 1
+            seconds.append(time.monotonic() - started)
             assert count([await request])["mixed"] == 0
+        assert median(seconds) < 1 and max(seconds) < STALLED_S, seconds
 
     engine.run(run())
 
@@ -51,7 +59,7 @@ def test_last_request_ends_right_after_a_commit(engine: Engine) -> None:
 def test_no_token_is_mixed_or_mislabelled(engine: Engine) -> None:
     """As the broken fences below, only right. test_live.py does it with a trainer, more often and for longer."""
     answers = engine.run(
-        update_often(engine, 10, UPDATES, TOKENS, lambda version: commit(engine, version)), timeout_s=150
+        update_often(engine, 20, UPDATES, TOKENS, lambda version: commit(engine, version)), timeout_s=150
     )
     found = count(answers)
     assert found["tokens"] >= TOKENS

@@ -190,7 +190,7 @@ def test_closing_does_not_wait_for_what_is_queued() -> None:
         started = monotonic()
         threading.Timer(0.2, lane.gate.set).start()
         emit.close()
-        assert monotonic() - started < 2
+        assert monotonic() - started < 8, "the lane itself gives up after 10 s"
         with pytest.raises(EmitError, match="closed"):
             emit.drain()
     assert len(lane.sent) <= 2
