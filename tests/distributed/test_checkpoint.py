@@ -89,7 +89,7 @@ def _whole(rank: int, world_size: int, init_method: str, config: TrainerConfig, 
     saved = checkpoints.poll(wait=True)
     assert checkpoints.poll(wait=True) is None
     checkpoints.close()
-    return {"trace": trace, "digest": digest(chunks, optimizer), "saved": saved, "drawn": drawn}
+    return {"trace": trace, "digest": digest(chunks, optimizer), "saved": saved, "drawn": drawn, "before": before}
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def _resumed(
     checkpoints = checkpointer(chunks, optimizer, config, folder)
     checkpoints.open()
     resumed = checkpoints.load()
-    drawn = torch.rand(2).tolist()
+    drawn, loaded = torch.rand(2).tolist(), digest(chunks, optimizer)
     assert resumed is not None and resumed.step == SAVE_AT and resumed.state["sequences"] == 40 * SAVE_AT
     checkpoints.close()
     if again is not None:  # what was read, written as this layout writes it
@@ -133,7 +133,8 @@ def _resumed(
         copies.poll(wait=True)
         copies.close()
     trace = [train(config, chunks, optimizer, stepper, step) for step in range(resumed.step, STEPS)]
-    return {"trace": trace, "digest": digest(chunks, optimizer), "same_layout": resumed.same_layout, "drawn": drawn}
+    found = digest(chunks, optimizer)
+    return {"trace": trace, "digest": found, "loaded": loaded, "same_layout": resumed.same_layout, "drawn": drawn}
 
 
 def _config(tiny: Callable[..., TrainerConfig] = tiny_config, **settings: Any) -> TrainerConfig:
@@ -175,6 +176,7 @@ def norms(results: list[dict[str, Any]]) -> list[float]:
 
 SAME = [
     ("pp2 ep2 bf16 clipped", dict(pp=2, ep=2, clip=0.3), 4),
+    ("dp4", dict(layers=2, clip=0.3), 4),
     ("dp2 fp32 weight decay", dict(dtype="float32", weight_decay=0.1), 2),
     ("pp2 dp2 tied", dict(pp=2, tied=True, clip=0.3), 4),
     ("tp2 ep2 etp1", dict(tp=2, ep=2, etp=1, clip=0.3), 2),
@@ -193,10 +195,12 @@ def test_resume_in_the_same_layout_is_exact(tmp_path: Path, name: str, settings:
     whole, resumed = save_and_resume(tmp_path, settings, settings, (ranks, ranks))
     for one, other in zip(whole, resumed, strict=True):
         assert other["same_layout"]
+        assert other["loaded"] == one["before"], "before any forward"
         assert other["trace"] == one["trace"][SAVE_AT:]
         assert other["digest"] == one["digest"]
         assert other["drawn"] == one["drawn"], "random numbers go on, too"
     assert len({str(one["drawn"]) for one in whole}) == ranks
+    assert name != "dp4" or len({other["loaded"]["params"] for other in resumed}) == 1, "replicas are equal"
 
 
 OTHER = [
