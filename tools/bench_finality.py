@@ -28,6 +28,9 @@ pipelined+slice`) both are compared, step against step and block against block o
 leave, and the mean difference of the blocks, with their 95 % intervals, as above. The better one is that whose last
 byte leaves earlier, or whose blocks are shorter, when it is not worse in the other; otherwise the comparison is open.
 
+With `--lanes gloo` (ipc, nccl) pieces go over that transport into processes, one per engine rank, that check them and
+throw them away, as an engine's threads would; a piece has left when its acknowledgement is there.
+
 Exit code 1 when a row fails or is invalid, or when a process fails or does not end in time.
 """
 
@@ -57,16 +60,17 @@ from bench_finality_figures import (
     timeline,
     verdict,
 )
+from bench_finality_lanes import Addresses, start_receivers
 from bench_finality_rank import Rank
 
 SPREAD = "stock again"
 STAGES, MICROBATCHES = 2, 8  # of the runs in which it is said when bytes leave
 
 
-def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
+def rank_main(rank: int, options: argparse.Namespace, folder: str, addresses: Addresses) -> None:
     """One trainer process: all models in turns, then everything it saw to a file."""
     torch.set_num_threads(1)
-    me = Rank(rank, options, f"file://{folder}/rendezvous")
+    me = Rank(rank, options, f"file://{folder}/rendezvous", addresses)
     names = ["stock", SPREAD, *options.policies]
     models = {name: me.build(name) for name in names}
     for index in range(3):  # allocations, and the order of gradients
@@ -82,6 +86,8 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
         if rank == 0 and pair % 10 == 9:
             print(f"{pair + 1} pairs in {time.monotonic() - begin:.0f} s", flush=True)
     seen = {name: me.seen(models[name]) for name in names}
+    for built in models.values():
+        me.close(built)
     dist.barrier()
     torch.save({"blocks": blocks, "memory": memory, "seen": seen}, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
@@ -103,6 +109,7 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} ({value})")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES + SLICES)
+    parser.add_argument("--lanes", default="count", choices=("count", "gloo", "ipc", "nccl"), help="as above (count)")
     parser.add_argument("--json", type=Path, help="also write all rows there")
     options = parser.parse_args()
     ranks = train(options)
@@ -129,10 +136,18 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="megastream-finality-") as folder:
         context = multiprocessing.get_context("spawn")
         world = options.pp * options.dp
-        processes = [context.Process(target=rank_main, args=(rank, options, folder)) for rank in range(world)]
+        receivers, addresses = start_receivers(context, options.lanes, options.policies, world)
+        processes = [
+            context.Process(target=rank_main, args=(rank, options, folder, addresses)) for rank in range(world)
+        ]
         for process in processes:
             process.start()
-        await_end(processes, options.limit)
+        try:
+            await_end(processes, options.limit)
+        finally:
+            for receiver in receivers:
+                receiver.kill()
+                receiver.join()
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 

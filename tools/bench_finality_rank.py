@@ -1,26 +1,24 @@
-"""One trainer process of bench_finality.py: models, steps, lanes that only count."""
+"""One trainer process of bench_finality.py: models and their steps."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from bench_finality_figures import ABORTING
+from bench_finality_lanes import DEADLINE_S, PIECE_BYTES, Addresses, open_lanes
 
 from megastream.families import family_of, load_shape
 from megastream.layout.mesh import parse_engine_mesh
 from megastream.layout.synthetic import engine_layouts
 from megastream.plan import build_plan
 from megastream.plan.types import Piece, Plan
-from megastream.protocol.header import HEADER_BYTES, PieceHeader
-from megastream.protocol.lane import LaneCounters
+from megastream.protocol.header import PieceHeader
 from megastream.trainer import compat, model
 from megastream.trainer.adapter import MegatronAdapter, mesh_coords
 from megastream.trainer.config import TrainerConfig
@@ -28,34 +26,8 @@ from megastream.trainer.early import EarlyStepper
 from megastream.trainer.emit import Emitter
 from megastream.trainer.model import TokenBatch
 from megastream.trainer.stepper import Listener, Stepper
-from megastream.transport.checksum import checksum
 
 SEQUENCE, BATCH, BLOCK_STEPS, VOCAB, EXPERTS = 128, 2, 2, 2048, 8
-DEADLINE_S = 120.0
-
-
-class CountingLane:
-    """A lane into nothing: keeps when each piece came and how large it was."""
-
-    device = "cpu"
-    window = 1
-
-    def __init__(self) -> None:
-        self.counters = LaneCounters()
-        self.sent: list[tuple[int, int, float, str, int]] = []
-
-    def checksum(self, payload: torch.Tensor, stream: Any = None) -> Callable[[], int]:
-        return partial(checksum, payload)
-
-    def acknowledged(self, deadline_s: float) -> None: ...
-
-    def post(self, header: PieceHeader, payload: torch.Tensor, deadline_s: float) -> None:
-        self.counters.pieces += 1
-        self.counters.payload_bytes += payload.numel()
-        self.counters.header_bytes += HEADER_BYTES
-        self.sent.append((header.version, header.attempt, time.perf_counter(), header.unit, payload.numel()))
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -68,7 +40,7 @@ class Model:
     stepper: Stepper | None = None
     emitter: Emitter | None = None
     plan: Plan | None = None
-    lanes: dict[int, CountingLane] = field(default_factory=dict)
+    lanes: dict[int, Any] = field(default_factory=dict)
     version: int = 0
     attempt: int = 0
     aborts: int = 0
@@ -95,8 +67,8 @@ class Model:
 class Rank:
     """Builds and steps the models of one process; every rank makes the same calls."""
 
-    def __init__(self, rank: int, options: argparse.Namespace, init_method: str) -> None:
-        self.rank, self.options = rank, options
+    def __init__(self, rank: int, options: argparse.Namespace, init_method: str, addresses: Addresses) -> None:
+        self.rank, self.options, self._addresses = rank, options, addresses
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         world = options.pp * options.dp
         model.start_process_group(
@@ -116,7 +88,7 @@ class Rank:
 
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         if not name.startswith("stock"):
-            self._attach(built, "speculative" if policy == ABORTING else policy, ownership or "replica")
+            self._attach(built, name, "speculative" if policy == ABORTING else policy, ownership or "replica")
         return built
 
     def block(self, built: Model, index: int, microbatches: int | None = None) -> float:
@@ -143,6 +115,11 @@ class Rank:
             "shard_bytes": shard_bytes,
             "kept": (undo.num_bytes if undo is not None else 0) / shard_bytes,
         }
+
+    def close(self, built: Model) -> None:
+        """Ends threads and lanes, so that who receives ends, too."""
+        if built.emitter is not None:
+            built.emitter.close()
 
     def seen(self, built: Model) -> dict[str, Any]:
         """What this rank saw of all steps behind the warm-up."""
@@ -185,7 +162,7 @@ class Rank:
             lr=1e-4,
         )
 
-    def _attach(self, built: Model, finality: Any, ownership: Any) -> None:
+    def _attach(self, built: Model, name: str, finality: Any, ownership: Any) -> None:
         shape = load_shape(_hf_config(built.config))
         family, options = family_of(shape), self.options
         adapter = MegatronAdapter(
@@ -201,14 +178,22 @@ class Rank:
         dist.all_gather_object(layouts, adapter.describe())
         engines = engine_layouts(family, shape, parse_engine_mesh("tp1 pp2"))
         built.plan = build_plan(
-            layouts, engines, family, kind="stream", piece_bytes=1 << 20, experts_per_unit=EXPERTS, finality=finality
+            layouts,
+            engines,
+            family,
+            kind="stream",
+            piece_bytes=PIECE_BYTES,
+            experts_per_unit=EXPERTS,
+            finality=finality,
         )
-        built.lanes = {piece.target: CountingLane() for piece in built.plan.by_source.get(self.rank, ())}
+        targets = {piece.target for piece in built.plan.by_source.get(self.rank, ())}
+        device = next(iter(adapter.buffers.values())).device
+        built.lanes = open_lanes(self._addresses, name, self.rank, targets, device)
         built.emitter = Emitter(
             built.plan,
             self.rank,
             adapter.buffers,
-            built.lanes,  # type: ignore[arg-type]
+            built.lanes,
             _header,
             slots_per_target=options.slots,
             deadline_s=DEADLINE_S,

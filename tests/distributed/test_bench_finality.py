@@ -150,3 +150,21 @@ def test_a_few_pairs_of_every_policy_send_what_the_plan_says(tmp_path: Path) -> 
         assert (row["aborts"] >= row["steps"]) == (name == "aborting"), name
     kept = {name: row["kept"] for name, row in figures["memory"].items()}
     assert kept["speculative"] == pytest.approx(3.0, abs=0.01) and kept["early"] == kept["pipelined"] == 0.0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lanes", ["count", "gloo"])
+def test_slices_are_compared_with_replicas_of_the_same_run(tmp_path: Path, lanes: str) -> None:
+    """Two replicas; over gloo every piece is acknowledged by a process that checked it."""
+    out, policies = tmp_path / "figures.json", ["pipelined", "pipelined+slice"]
+    size = ["--pp", "1", "--dp", "2", "--microbatches", "1", "--layers", "2", "--hidden", "64", "--bucket", "50000"]
+    command = [sys.executable, "tools/bench_finality.py", *size, "--pairs", "2", "--json", str(out), "--lanes", lanes]
+    done = subprocess.run(
+        [*command, "--policies", *policies], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "pipelined+slice against the same without: first " in done.stdout
+    figures = json.loads(out.read_text())
+    assert {name: row["invalid_steps"] for name, row in figures["timeline"].items()} == dict.fromkeys(policies, 0)
+    (found,) = figures["slices"].values()
+    assert found["better"] in ("slice", "replica", "open") and min(found["pieces"]) > 0
