@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megastream.rl.train_config import TrainConfig
 from megastream.trainer.adapter import mesh_coords
+from megastream.trainer.agreement import AgreedError
+from megastream.trainer.checkpoint_types import Resumed
 from megastream.trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a training goes on: `sequences` and `skipped` steps count from 0, `version` is the highest it published."""
+
+    sequences: int
+    skipped: int
+    version: int
+
+    @staticmethod
+    def of(resumed: Resumed) -> Position:
+        """AgreedError, equal on all ranks, when the checkpoint does not say."""
+        found = {field.name: resumed.state.get(field.name) for field in fields(Position)}
+        for name, value in found.items():
+            if not isinstance(value, int):
+                raise AgreedError(
+                    f"checkpoint {resumed.path}: state.{name} of its manifest.json is {value!r}, an integer is wanted: "
+                    f"it does not say where to go on; with checkpoint.weights_only it begins a new training"
+                )
+        return Position(**found)  # type: ignore[arg-type]
 
 
 def facts_of(config: TrainConfig, settings: TrainerConfig) -> dict[str, Any]:

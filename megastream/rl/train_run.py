@@ -6,7 +6,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megastream.families import family_of, load_shape
-from megastream.rl.facts import facts_of, layout_of
+from megastream.rl.facts import Position, facts_of, layout_of
 from megastream.rl.job import LineLog
 from megastream.rl.rows import Rows
 from megastream.rl.schedule import learning_rate
+from megastream.rl.start_lines import print_start
 from megastream.rl.streaming import Streaming, ownership_of
 from megastream.rl.train_config import NEWEST, NONE, TrainConfig
 from megastream.trainer.adapter import MegatronAdapter, mesh_coords
@@ -26,8 +27,6 @@ from megastream.trainer.checkpoint import Checkpointer
 from megastream.trainer.checkpoint_types import CheckpointSettings, Resumed, Saved
 from megastream.trainer.config import check_layout
 from megastream.trainer.model import TokenBatch, build, start_process_group, train_step
-from megastream.trainer.ownership import described
-from megastream.trainer.policies import consequences
 from megastream.trainer.stepper import StepResult
 
 LOG_FILE = "train.jsonl"
@@ -160,8 +159,9 @@ def _begin(trainer: Trainer) -> None:
         with together(ValueError, OSError):
             trainer.adapter.load_hf(trainer.config.weights)
     elif not resumed.weights_only:
-        trainer.step, trainer.sequences = resumed.step, resumed.state["sequences"]
-        trainer.skipped, trainer.version = resumed.state["skipped"], resumed.state["version"]
+        position = Position.of(resumed)
+        trainer.step, trainer.sequences = resumed.step, position.sequences
+        trainer.skipped, trainer.version = position.skipped, position.version
     trainer.say(
         kind="start",
         launch=trainer.launch,
@@ -174,21 +174,7 @@ def _begin(trainer: Trainer) -> None:
         unix_s=time.time(),
     )
     if trainer.lines is not None:
-        _print_start(trainer, resumed)
-
-
-def _print_start(trainer: Trainer, resumed: Resumed | None) -> None:
-    config = trainer.config
-    said = [f"passed over: {reason}" for reason in (resumed.refused if resumed is not None else ())]
-    said.append(consequences(config.finality, config.optimizer.clip_grad, config.max_abort_rate))
-    if config.stream is not None:
-        said.append(described(*ownership_of(config)))
-    if layers := config.layout.mtp_layers:
-        said.append(f"layers of multi-token prediction: {layers}, trained and saved, used by no engine")
-    begin = config.weights if resumed is None else resumed.path
-    said.append(f"step {trainer.step} of {config.run.steps}, from {begin}")
-    for line in said:
-        print(f"megastream: {line}", file=sys.stderr)
+        print_start(trainer.config, resumed, trainer.step)
 
 
 def _load(trainer: Trainer) -> tuple[Resumed | None, list[str]]:
@@ -208,6 +194,7 @@ def _load(trainer: Trainer) -> tuple[Resumed | None, list[str]]:
 
 def _run(trainer: Trainer, streaming: Streaming) -> None:
     config = trainer.config
+    steps, skipped = config.run.steps - trainer.step, trainer.skipped
     stepper = trainer.adapter.stepper(config.finality, streaming.listener, max_abort_rate=config.max_abort_rate)
     while trainer.step < config.run.steps:
         begin = time.perf_counter()
@@ -226,6 +213,11 @@ def _run(trainer: Trainer, streaming: Streaming) -> None:
     stepper.close()
     _publish(trainer, wait=True)  # before engines can still go wrong: training is done
     streaming.finished()
+    if 0 < steps == trainer.skipped - skipped:
+        raise AgreedError(
+            f"nothing was trained: gradients were not finite in every one of {steps} steps, and all were skipped; the "
+            f"lines above name the buckets; look at data, weights and learning_rate"
+        )
 
 
 def _forward_backward(trainer: Trainer) -> float | None:
@@ -273,8 +265,8 @@ def _save(trainer: Trainer, version: int) -> None:
     if trainer.step % section.every_steps == 0 or trainer.step == trainer.config.run.steps:
         _publish(trainer, wait=True)
         trainer.say(kind="save", step=trainer.step, unix_s=time.time())
-        state = {"sequences": trainer.sequences, "skipped": trainer.skipped, "version": max(trainer.version, version)}
-        trainer.checkpoints.save(trainer.step, state)
+        position = Position(trainer.sequences, trainer.skipped, max(trainer.version, version))
+        trainer.checkpoints.save(trainer.step, asdict(position))
 
 
 def _publish(trainer: Trainer, *, wait: bool = False) -> None:

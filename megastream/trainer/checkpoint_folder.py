@@ -129,6 +129,8 @@ class CheckpointFolder:
         self._deadline_s = deadline_s
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            if (self.root / CURRENT).is_dir():
+                raise CheckpointError(f"{self.root / CURRENT} is a folder, and a file goes there; move it away")
             self._lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise CheckpointError(f"checkpoint folder {self.root} cannot be written: {error.strerror}") from error

@@ -107,7 +107,7 @@ class TrainerConfig:
                 f"trainer setting mtp_layers={settings['mtp_layers']} is not supported: the table of family "
                 f"{shape.family} has no rows for multi-token prediction; set mtp_layers to 0"
             )
-        rope = raw.get("rope_parameters") or raw
+        rope = _section(raw, "rope_parameters") or raw  # newer files have a section of their own
         model: dict[str, Any] = dict(
             layers=shape.num_layers,
             hidden=shape.hidden,
@@ -120,31 +120,32 @@ class TrainerConfig:
             vocab=shape.vocab,
             tied=shape.tied,
             norm_top_k=bool(raw.get("norm_topk_prob", False)),
-            rope_theta=float(rope.get("rope_theta", cls.rope_theta)),
-            norm_eps=float(raw.get("rms_norm_eps", cls.norm_eps)),
+            rope_theta=_number(rope, "rope_theta", cls.rope_theta),
+            norm_eps=_number(raw, "rms_norm_eps", cls.norm_eps),
         )
         return cls(**{**model, **_FAMILY_FIELDS[shape.family](shape), **settings})
 
 
 def _glm4_fields(shape: ModelShape) -> dict[str, Any]:
     raw = shape.raw
-    rope = raw.get("rope_parameters") or {}
     return dict(
         qk_norm=bool(raw.get("use_qk_norm", False)),
         qkv_bias=bool(raw.get("attention_bias", False)),
         norm_top_k=True,
         shared_ffn=shared_ffn(shape),
         shared_gate=False,
-        dense_layers=min(int(raw.get("first_k_dense_replace", 0)), shape.num_layers),
-        dense_ffn=int(raw["intermediate_size"]),
+        dense_layers=min(int(_number(raw, "first_k_dense_replace", 0)), shape.num_layers),
+        dense_ffn=int(_number(raw, "intermediate_size")),
         router_expert_bias=True,
-        router_scale=float(raw.get("routed_scaling_factor", 1.0)),
-        rope_part=float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.5))),
+        router_scale=_number(raw, "routed_scaling_factor", 1.0),
+        rope_part=_number(
+            _section(raw, "rope_parameters"), "partial_rotary_factor", _number(raw, "partial_rotary_factor", 0.5)
+        ),
     )
 
 
 def _qwen2_fields(shape: ModelShape) -> dict[str, Any]:
-    return dict(qk_norm=False, qkv_bias=True, shared_ffn=int(shape.raw["shared_expert_intermediate_size"]))
+    return dict(qk_norm=False, qkv_bias=True, shared_ffn=int(_number(shape.raw, "shared_expert_intermediate_size")))
 
 
 _FAMILY_FIELDS: dict[str, Callable[[ModelShape], dict[str, Any]]] = {
@@ -153,6 +154,20 @@ _FAMILY_FIELDS: dict[str, Callable[[ModelShape], dict[str, Any]]] = {
     "qwen3_moe": lambda shape: {},
 }
 """What a family has beside the fields that all of them share; see `TrainerConfig.of`."""
+
+
+def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = raw.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"config.json field {name} is {value!r}, an object is wanted")
+    return value
+
+
+def _number(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = raw.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"config.json field {name} is {value!r}, a number is wanted")
+    return float(value)
 
 
 def _refuse_quantized(raw: Mapping[str, Any]) -> None:
@@ -222,7 +237,7 @@ def _refuse_features(config: TrainerConfig) -> None:
 def _refuse_fields(shape: ModelShape) -> None:
     """Fields of config.json that say that the model computes something else than ours does."""
     raw = shape.raw
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = _section(raw, "rope_parameters") or _section(raw, "rope_scaling")
     kind = rope.get("rope_type", rope.get("type", "default"))
     found: list[tuple[str, Any, Any]] = [
         ("hidden_act", raw.get("hidden_act", "silu"), "silu"),

@@ -107,6 +107,13 @@ def test_a_second_trainer_is_kept_out(folder: CheckpointFolder) -> None:
     CheckpointFolder(folder.root).open(0.2)
 
 
+def test_a_folder_where_the_newest_ones_name_goes_is_refused_before_anything_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "CURRENT").mkdir()
+    with pytest.raises(CheckpointError, match="CURRENT is a folder, and a file goes there; move it away"):
+        CheckpointFolder(tmp_path).open(0.2)
+    assert [path.name for path in tmp_path.iterdir()] == ["CURRENT"]
+
+
 def test_the_newest_ones_stay(folder: CheckpointFolder) -> None:
     for step in (1, 2, 10, 9):
         save(folder, step)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from megastream.rl import facts, streaming, train_run
+from megastream.rl import streaming, train_run
 from megastream.rl.job import LineLog
+from megastream.rl.start_lines import print_start
 from megastream.rl.streaming import Streaming
 from megastream.rl.train_config import parse_train_config
 from megastream.rl.train_run import Place, Trainer
@@ -20,6 +21,7 @@ from megastream.sync import SyncError
 from megastream.trainer import agreement
 from megastream.trainer.agreement import AgreedError
 from megastream.trainer.checkpoint_types import Resumed
+from megastream.trainer.stepper import StepResult
 from tests.helpers.memory_log import MemoryLog, MemoryStore
 from tests.helpers.train_job import STEPS, job, write_files
 
@@ -83,27 +85,6 @@ def test_one_of_its_own_is_loaded_when_it_is_named(tmp_path: Path) -> None:
     assert checkpoints.calls == [("load", own, (), False)]
 
 
-def test_whatever_changes_the_order_of_sums_is_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a start calls it the same one, the training is promised to go on bit for bit."""
-    monkeypatch.setattr(facts, "mesh_coords", lambda: {"dp": 0, "dp_size": 2})
-
-    def layout(**changes: Any) -> dict[str, Any]:
-        return facts.layout_of(parse_train_config(job(tmp_path, **changes)))
-
-    assert layout() == layout(max_abort_rate=0.5, run__steps=99, deadlines__step_s=7) and layout()["dp_size"] == 2
-    for changed in (
-        {"batch__micro_sequences": 1},
-        {"bucket_elements": 7000},
-        {"finality": "speculative"},
-        {"layout__overlap_grad_reduce": True},
-        {"layout__dispatcher": "alltoall"},
-        {"layout__recompute": "full"},
-        {"layout__stage_layers": [3, 1]},
-        {"layout__vpp": 2},
-    ):
-        assert layout(**changed) != layout(), changed
-
-
 def test_the_last_checkpoint_is_published_before_engines_can_end_badly(tmp_path: Path) -> None:
     """The training is done by then; otherwise its last steps would be made again."""
 
@@ -118,6 +99,42 @@ def test_the_last_checkpoint_is_published_before_engines_can_end_badly(tmp_path:
     checkpoints = Checkpoints(None)
     with pytest.raises(SyncError, match="gone"):
         train_run._run(trainer(tmp_path, checkpoints), Broken())
+
+
+class Skips(Adapter):
+    """Every step that `good` does not name, counted from 0, is skipped."""
+
+    def __init__(self, *good: int) -> None:
+        self._good, self._step = good, -1
+
+    def step(self) -> StepResult:
+        self._step += 1
+        return StepResult(self._step in self._good, float("nan"))
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("good", [(), (1,)])
+def test_a_training_whose_every_step_was_skipped_has_failed(
+    tmp_path: Path, good: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier ones of the checkpoint do not count; the engine is told that the training is done all the same."""
+    monkeypatch.setattr(train_run, "_forward_backward", lambda trainer: 1.0)
+    monkeypatch.setattr(train_run, "_write_step", lambda *args, **streamed: None)
+    monkeypatch.setattr(train_run, "_save", lambda *args: None)
+    started = trainer(tmp_path, Checkpoints(None))
+    started.optimizer, started.adapter = SimpleNamespace(param_groups=[]), Skips(*good)  # type: ignore[assignment]
+    started.step, started.skipped = STEPS - 3, 2
+    told = []
+    idle = SimpleNamespace(
+        listener=None, version=-1, end=lambda ok: None, cost=dict, finished=lambda: told.append("done")
+    )
+    if good:
+        train_run._run(started, idle)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(AgreedError, match="not finite in every one of 3 steps, and all were skipped"):
+            train_run._run(started, idle)  # type: ignore[arg-type]
+    assert told == ["done"] and started.step == STEPS
 
 
 @pytest.mark.parametrize(
@@ -164,9 +181,8 @@ def test_what_else_goes_wrong_with_a_save_does_not_hide_why_the_training_ended(
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_start_says_what_its_settings_mean(tmp_path: Path, streams: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    train_run._print_start(
-        trainer(tmp_path, Checkpoints(None), **({"stream__control_url": "redis://h"} if streams else {})), None
-    )
+    changes = {"stream__control_url": "redis://h"} if streams else {}
+    print_start(parse_train_config(job(tmp_path, **changes)), None, 0)
     said = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in said] == ["finality", *(["ownership"] if streams else []), "step"]
 

@@ -171,3 +171,18 @@ def test_versions_in_the_range_pass(version: str) -> None:
 def test_versions_outside_the_range_are_refused_with_it(version: str) -> None:
     with pytest.raises(compat.UnsupportedTrainer, match=rf"{version} is not supported; .*>= 0.16.1 and < 0.20"):
         compat.check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("rope_theta", "1e4", "rope_theta is '1e4', a number is wanted"),
+        ("rms_norm_eps", None, "rms_norm_eps is None, a number is wanted"),
+        ("rope_parameters", [1], r"rope_parameters is \[1\], an object is wanted"),
+        ("rope_parameters", {"rope_theta": {}}, r"rope_theta is \{\}, a number is wanted"),
+    ],
+)
+def test_a_number_that_is_none_is_named(field: str, value: Any, words: str) -> None:
+    shape = load_shape({**hf_config(tiny_config()), field: value})
+    with pytest.raises(ValueError, match=f"config.json field {words}"):
+        TrainerConfig.of(shape, max_sequence=16)
