@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from megastream.rl.sections import Section
+
 if TYPE_CHECKING:
-    from megastream.rl.config import Config, Section
+    from megastream.rl.config import Config
 
 _WEEK_S = 7 * 24 * 3600.0
 _PER_CORE = 16
@@ -73,8 +75,6 @@ def bounds_refusal(
     section: Section, prefix: str = "", bounds: Mapping[str, tuple[float, float]] = BOUNDS
 ) -> str | None:
     """Names the first number of a configuration that is out of its bounds; None when there is none."""
-    from megastream.rl.config import Section
-
     for name in section.__struct_fields__:
         value, key = getattr(section, name), prefix + name
         if isinstance(value, Section):

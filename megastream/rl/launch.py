@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -23,29 +23,41 @@ from megastream.rl.children import Child, Children, RunFailed
 from megastream.rl.folder import JOB_FILE, REFUSED_LOG, forget_results, refuse_foreign, take_over
 from megastream.rl.job import Job
 from megastream.rl.owned import MARK, Owner, StillRunning, clean, make_folder, start_time, sweep, this_place
+from megastream.rl.sections import ConfigError
 from megastream.trainer.ownership import described
 from megastream.trainer.policies import consequences
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+"""Exit statuses; the last is that after Ctrl-C."""
 
 _LONGEST_TEMPORARY_BYTES = 55
 
 
 def run_quickstart(path: Path, out: Path | None, *, redis_url: str | None, engine_layout: str | None) -> int:
-    """Runs a configuration to its end; returns the exit status. Errors are one line on standard error."""
-    try:
+    """Runs a configuration to its end; returns the exit status of `status_of`."""
+
+    def run() -> None:
         config = configs.load(path)
         if engine_layout is not None:
             config = configs.with_engine_layout(config, engine_layout)
-        folder = (out or Path("runs") / path.stem).absolute()
-        launch(config, folder, redis_url)
+        launch(config, (out or Path("runs") / path.stem).absolute(), redis_url)
+
+    return status_of(run)
+
+
+def status_of(run: Callable[[], None]) -> int:
+    """Exit status of a run that reports its errors: 0, 1, 2 for a file that cannot be used, INTERRUPTED.
+
+    What ended it is one line on standard error.
+    """
+    try:
+        run()
     except KeyboardInterrupt:
         print("megastream: interrupted; everything was stopped", file=sys.stderr)
         return INTERRUPTED
     except (ControlError, RunFailed, StillRunning, ValueError, OSError, subprocess.SubprocessError) as error:
         print(f"megastream: {error}", file=sys.stderr)
-        return 1
+        return REFUSED if isinstance(error, ConfigError) else FAILED
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megastream.rl.bounds import BOUNDS, bounds_refusal
-from megastream.rl.config import ConfigError, Section, check_positive, read_mapping, typed
+from megastream.rl.sections import ConfigError, Section, check_positive, read_mapping, typed
 
 GateName = Literal["version", "idle_experts"]
 MOST_CASES = 1000

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
 from megastream.control.embedded import EmbeddedServer
-from megastream.protocol.control import ControlError
-from megastream.rl.children import Child, Children, RunFailed
+from megastream.rl.children import Child, Children
 from megastream.rl.folder import JOB_FILE, refuse_foreign
 from megastream.rl.job import read_lines
-from megastream.rl.launch import INTERRUPTED, child_environment, owning, refuse_unfit, size_of
-from megastream.rl.owned import StillRunning, sweep
+from megastream.rl.launch import child_environment, owning, refuse_unfit, size_of, status_of
+from megastream.rl.owned import sweep
 from megastream.rl.swap_config import SwapConfig, load_swap_config
 from megastream.rl.swap_job import CASES_FILE, SwapJob, folders_of
 from megastream.rl.swap_replay import recorded
@@ -28,17 +25,9 @@ LOG_NAME = "swap"
 
 
 def run_swap(path: Path, out: Path | None) -> int:
-    """Runs a configuration to its end; returns the exit status. Errors are one line on standard error."""
-    try:
-        config = load_swap_config(path)
-        launch(config, (out or Path("runs") / path.stem).absolute())
-    except KeyboardInterrupt:
-        print("megastream: interrupted; everything was stopped", file=sys.stderr)
-        return INTERRUPTED
-    except (ControlError, RunFailed, StillRunning, ValueError, OSError, subprocess.SubprocessError) as error:
-        print(f"megastream: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Runs a configuration to its end; returns the exit status of `status_of`."""
+    folder = (out or Path("runs") / path.stem).absolute()
+    return status_of(lambda: launch(load_swap_config(path), folder))
 
 
 def launch(config: SwapConfig, folder: Path) -> None:

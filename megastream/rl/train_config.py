@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megastream.families.types import ModelShape
 from megastream.rl.bounds import TRAIN_BOUNDS, bounds_refusal
-from megastream.rl.config import ConfigError, Section, check_positive, read_mapping, typed
+from megastream.rl.sections import ConfigError, Section, check_positive, read_mapping, typed
 from megastream.trainer.config import TrainerConfig
 from megastream.trainer.ownership import WantedOwnership
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, clipping_refusal

@@ -11,7 +11,8 @@ import yaml
 
 from megastream.rl.bounds import BOUNDS, ranks_refusal
 from megastream.rl.checkpoint import tensor_shapes
-from megastream.rl.config import Config, ConfigError, Section, load, parse
+from megastream.rl.config import Config, load, parse
+from megastream.rl.sections import ConfigError, Section
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -56,6 +57,8 @@ def test_quickstart_fulfils_the_promised_size() -> None:
         ({"model__layers": 10**30}, ("model.layers is 1000", "to 1000")),
         ({"data__train": 10**30}, ("data.train is", "to 10000000")),
         ({"trainer__ranks": 4000}, ("trainer.ranks is 4000", "1024")),
+        ({"stream__finality": "eager"}, ("stream.finality is 'eager'", "it is one of whole, pipelined")),
+        ({"run__modes": ["stream", "both"]}, ("run.modes[1] is 'both'", "it is one of stock, stream, whole")),
         ({"trainer__learning_rate": float("nan")}, ("trainer.learning_rate is nan", "finite")),
         ({"trainer__clip_grad": float("inf")}, ("trainer.clip_grad is inf", "finite")),
         ({"stream__piece_mib": 1e-300}, ("stream.piece_mib is 1e-300", "0.000976562 to 1024")),

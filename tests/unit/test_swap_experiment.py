@@ -14,8 +14,8 @@ import yaml
 
 from megastream.protocol.part_records import PartCommitted, RankCommit
 from megastream.protocol.records import Committed
-from megastream.rl.config import ConfigError
 from megastream.rl.plain import read_plain
+from megastream.rl.sections import ConfigError
 from megastream.rl.swap_config import Case, SwapConfig, cases_of, load_swap_config, parse_swap_config
 from megastream.rl.swap_figures import Answer, Measured, figures, lives_of
 from megastream.rl.swap_launch import run_swap

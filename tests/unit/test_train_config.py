@@ -14,11 +14,11 @@ import yaml
 from typer.testing import CliRunner
 
 from megastream.cli.main import app
-from megastream.rl.config import ConfigError
 from megastream.rl.data import Pair, write_pairs
 from megastream.rl.job import LineLog
 from megastream.rl.rows import Rows
 from megastream.rl.schedule import learning_rate
+from megastream.rl.sections import ConfigError
 from megastream.rl.torchrun import agent_config
 from megastream.rl.train_config import OptimizerSection, load_train_config, parse_train_config
 from megastream.rl.watermark import BLOCK, Watermark
