@@ -44,9 +44,10 @@ def test_two_engines_of_different_layouts_take_every_version() -> None:
             slot_waits[version - 1, sync.rank] = sync.opening.slot_wait_s
             sync.wait_committed(version, 10)
         assert sync.engines == ["a", "b"] and sync.live_version == 3
+        looked.wait(10)  # whoever has finished ends the attachments of all
         sync.finished("done")
 
-    store, slot_waits = MemoryStore(), {}
+    store, slot_waits, looked = MemoryStore(), {}, threading.Barrier(4)
     with engine("tp1 pp2", store=store, name="a") as a, engine("tp2 ep2", store=store, name="b") as b:
         wrong = a.watch() + b.watch()
         assert train(store, body, settings=trainer_settings("t", engines=2)) == [None] * 4
