@@ -66,7 +66,7 @@ def engine(url: str, name: str, weights: Path) -> Iterator[list[Live]]:
     with ExitStack() as open_things:
 
         def log() -> RedisLog:
-            found = RedisLog(url, "test", reconnect_s=5)
+            found = RedisLog(url, "test", reconnect_s=30)
             open_things.callback(found.close)
             return found
 
@@ -101,7 +101,7 @@ def _note_versions(agent: RankAgent, live: Live) -> None:
 
 
 def records(url: str) -> list[Record]:
-    log, found, after = RedisLog(url, "test", reconnect_s=5), [], "0"
+    log, found, after = RedisLog(url, "test", reconnect_s=30), [], "0"
     while entries := log.read(after, 0.1):
         found += [record for _, record in entries]
         after = entries[-1][0]

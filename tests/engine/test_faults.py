@@ -44,7 +44,7 @@ class Faulty:
 
     def __init__(self, engine: Engine, server: EmbeddedServer) -> None:
         self.engine, self.server, self.next_base = engine, server, reveal.BASE
-        self.log = RedisLog(server.url, RUN, reconnect_s=10)
+        self.log = RedisLog(server.url, RUN, reconnect_s=60)
         self.host = EngineSync(self.log, engine=ENGINE)
 
     def take_base(self) -> int:

@@ -38,7 +38,7 @@ KINDS = ("updates", "tokens", "load")
 def attached(attachable: Engine, control_url: str) -> Iterator[Attached]:
     attachable.run(attachable.ranks("feed_remove"))
     orders = SlowOrders(BASE)
-    log = RedisLog(control_url, attachable.name, reconnect_s=10)
+    log = RedisLog(control_url, attachable.name, reconnect_s=60)
     settings = replace(SETTINGS, launch="gates")  # another start than that of test_attach.py, in the same run
     with training(control_url, attachable.name, orders.train, settings=settings) as errors:
         try:

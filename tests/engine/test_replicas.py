@@ -66,7 +66,7 @@ def replicas(control_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
             stack.callback(engine.close)
             engine.name = name
             engines.append(engine)
-        log = RedisLog(control_url, RUN, reconnect_s=10)
+        log = RedisLog(control_url, RUN, reconnect_s=60)
         stack.callback(log.close)
         trainer = stack.enter_context(told(control_url, RUN, 0, **LATE))
         yield Replicas(model, control_url, engines, trainer, log)
@@ -158,7 +158,7 @@ def test_independent_cores_of_one_vllm_are_engines_of_their_own(control_url: str
     """A dense model in data parallelism: every core has a name, and takes every version."""
     folders, run = write("llama", tmp_path), "dense-dp"
     engine = Engine(folders["a"], additional_config=plugin(control_url, "e", run), data_parallel_size=2)
-    orders, log = Orders(), RedisLog(control_url, run, reconnect_s=10)
+    orders, log = Orders(), RedisLog(control_url, run, reconnect_s=60)
     try:
         settings = replace(SETTINGS, launch=run, engines=2)
         with training(control_url, run, orders.train, trainer_of(folders), settings) as errors:

@@ -90,7 +90,7 @@ def serve_engine_rank(pipe: Connection, url: str, mesh: str, rank: int, settings
     layouts = engine_side(mesh)
     live, receiver = FakeLive(layouts[rank]), GlooReceiver("127.0.0.1")
     agent = RankAgent(
-        RedisLog(url, RUN, reconnect_s=10),
+        RedisLog(url, RUN, reconnect_s=60),
         engine=name,
         rank=rank,
         world_size=len(layouts),
@@ -120,7 +120,7 @@ def run_trainer_rank(
 ) -> None:
     layouts = trainer_side(mesh)
     trainer = FakeTrainer(layouts[rank], content)
-    log = RedisLog(url, RUN, reconnect_s=10)
+    log = RedisLog(url, RUN, reconnect_s=60)
     sync = TrainerSync(log, rank=rank, world_size=len(layouts), trainer=trainer, settings=settings)
     try:
         pipe.send(("ok", body(sync, trainer, pipe)))
@@ -164,7 +164,7 @@ def engine_at(url: str, name: str, mesh: str, settings: EngineSettings = SETTING
             stack.callback(rank.end)
         core = FakeCore(ranks, at_once=settings.staging.is_given)
         stack.callback(core.close)
-        log = RedisLog(url, RUN, reconnect_s=10)
+        log = RedisLog(url, RUN, reconnect_s=60)
         stack.callback(log.close)
         coordinator = Coordinator(log, engine=name, world_size=2, core=core, settings=settings)
         coordinator.start()

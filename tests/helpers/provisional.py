@@ -76,7 +76,7 @@ def serve(config: TrainerConfig, folder: Path, broken: bool) -> dict[str, Any]:
         if broken:
             _commit_what_is_provisional()
         _leave(folder / "url", server.url)
-        log = RedisLog(server.url, RUN, reconnect_s=10)
+        log = RedisLog(server.url, RUN, reconnect_s=60)
         _wait_until(lambda: all((folder / f"done-{rank}").exists() for rank in range(config.pp)), "the trainer's end")
         records = [record for _, record in log.read("0", 0.01)]
         log.close()
@@ -91,7 +91,7 @@ def serve(config: TrainerConfig, folder: Path, broken: bool) -> dict[str, Any]:
 @contextmanager
 def _engine(url: str, layouts: tuple[RankLayout, ...], folder: Path) -> Iterator[FakeCore]:
     def log() -> RedisLog:
-        return RedisLog(url, RUN, reconnect_s=10)
+        return RedisLog(url, RUN, reconnect_s=60)
 
     agents, receivers = [], []
     for rank, layout in enumerate(layouts):
@@ -138,7 +138,7 @@ def train(config: TrainerConfig, rank: int, folder: Path, poisoned: tuple[bool, 
     """Speculative steps, each provisional version sealed on the whole engine before the norm is looked at."""
     chunks, _, adapter = adapter_of(config, "speculative")
     adapter.load_hf(folder)
-    log = RedisLog(_await(folder / "url"), RUN, reconnect_s=10)
+    log = RedisLog(_await(folder / "url"), RUN, reconnect_s=60)
     settings = trainer_settings("a", finality="speculative")
     sync = TrainerSync(log, rank=rank, world_size=config.pp, trainer=adapter, settings=settings)
     sync.attach()

@@ -118,7 +118,7 @@ def training(
     errors: list[str] = []
 
     def run(layout: RankLayout) -> None:
-        log = RedisLog(url, run_id, reconnect_s=10)
+        log = RedisLog(url, run_id, reconnect_s=60)
         world_size = len(layouts)
         trainer = kind(layout)
         sync = TrainerSync(log, rank=layout.rank, world_size=world_size, trainer=trainer, settings=settings)

@@ -44,7 +44,7 @@ SMALL = {
     "engine": {"layout": "pp2", "streams": 2, "answer_tokens": 32, "max_model_len": 256, "kv_cache_mib": 128},
     "stream": {"finality": "pipelined", "piece_mib": 0.25, "experts_per_unit": 4, "slots_per_target": 4},
     "run": {"updates": 4, "checked_updates": 3, "checked_tokens": 300, "modes": ["stock", "stream", "whole"]},
-    "deadlines": {"start_s": 200, "attach_s": 100, "step_s": 100, "reconnect_s": 10, "stop_s": 15},
+    "deadlines": {"start_s": 200, "attach_s": 100, "step_s": 100, "reconnect_s": 20, "stop_s": 15},
 }
 
 

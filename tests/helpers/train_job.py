@@ -57,7 +57,7 @@ def job(folder: Path, **changes: Any) -> dict[str, Any]:
         "batch": {"global_sequences": 8, "micro_sequences": 2},
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 3, "decay": "cosine", "decay_steps": 20, "clip_grad": 0.5},
         "checkpoint": {"every_steps": 2, "keep": 2},
-        "deadlines": {"start_s": 40, "attach_s": 40, "step_s": 60, "save_s": 30, "reconnect_s": 5},
+        "deadlines": {"start_s": 40, "attach_s": 40, "step_s": 60, "save_s": 30, "reconnect_s": 30},
     }
     for name, value in changes.items():
         *path, key = name.split("__")
