@@ -15,8 +15,10 @@ import pytest
 from tests.helpers import train_job
 from tests.helpers.train_job import Running, begin, job, leftovers, lines, run, trace, whole_checkpoints, write_files
 
-END_S = 20.0
-"""From the kill of one rank until the others have ended by themselves."""
+END_S = 90.0
+"""From the kill of one rank until the others have ended by themselves. Mostly at once; but gloo forgets an operation whose
+bytes are on the way when its peer dies, and then the group's deadline ends it (`TrainConfig.group_s`, 60 s here)."""
+WAITS = {"deadlines__step_s": 30, "deadlines__save_s": 30}
 
 
 def kill_during_a_save(running: Running, folder: Path, chance: random.Random, window_s: float) -> bool:
@@ -38,25 +40,25 @@ def save_window_s(folder: Path) -> float:
     return max(line["total_ms"] for line in lines(folder) if line["kind"] == "saved") / 1e3
 
 
-@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=[pytest.mark.full, pytest.mark.timeout(1200)])])
 def test_killed_at_random_moments(tmp_path: Path, moments: int) -> None:
     chance = random.Random(moments)
     steps = 6 + 4 * moments
     reference, killed = tmp_path / "reference", tmp_path / "killed"
     for folder in (reference, killed):
         write_files(folder)
-    assert run(job(reference, run__steps=steps)) == [""] * 4
+    assert run(job(reference, run__steps=steps, **WAITS)) == [""] * 4
     window_s, found_leftovers, resumed = save_window_s(reference), 0, []
     for moment in range(moments):
         before = whole_checkpoints(killed) if (killed / "run" / "checkpoints").exists() else []
-        running = begin(job(killed, run__steps=steps), tmp_path / f"ranks-{moment}")
+        running = begin(job(killed, run__steps=steps, **WAITS), tmp_path / f"ranks-{moment}")
         assert kill_during_a_save(running, killed, chance, window_s), "the training ended before the kill"
         starts = [line for line in lines(killed) if line["kind"] == "start"]
         assert starts[-1]["step"] == (before[-1] if before else 0), "the newest whole one"
         found_leftovers += bool(leftovers(killed))
         resumed.append(starts[-1]["step"])
     newest, left = whole_checkpoints(killed), leftovers(killed)
-    assert run(job(killed, run__steps=steps)) == [""] * 4
+    assert run(job(killed, run__steps=steps, **WAITS)) == [""] * 4
     last = [line for line in lines(killed) if line["kind"] == "start"][-1]
     assert last["step"] == (newest[-1] if newest else 0) and last["swept"] == left
     assert leftovers(killed) == []
