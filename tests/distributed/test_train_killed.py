@@ -16,8 +16,9 @@ from tests.helpers import train_job
 from tests.helpers.train_job import Running, begin, job, leftovers, lines, run, trace, whole_checkpoints, write_files
 
 END_S = 90.0
-"""From the kill of one rank until the others have ended by themselves. Mostly at once; but gloo forgets an operation whose
-bytes are on the way when its peer dies, and then the group's deadline ends it (`TrainConfig.group_s`, 60 s here)."""
+"""From the kill of one rank until the others have ended by themselves. Mostly at once; but gloo forgets an operation
+whose bytes are on the way when its peer dies, and then the group's deadline ends it (`TrainConfig.group_s`, 60 s here).
+"""
 WAITS = {"deadlines__step_s": 30, "deadlines__save_s": 30}
 
 
