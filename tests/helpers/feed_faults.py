@@ -8,9 +8,11 @@ from unittest import mock
 import torch
 
 from megastream.engine import stream
+from megastream.engine.contract import LiveModelError
 from megastream.engine.staging import StagingMemory
 from megastream.engine.vllm import buffers
 from megastream.engine.vllm.buffers import Prepared
+from megastream.engine.vllm.live import VllmLiveModel
 from megastream.transport.gloo_pair import PAYLOAD_TAG, GlooPair
 
 TOLD = "told to break"
@@ -74,6 +76,27 @@ class Faults:
         """A call that raises on one rank."""
         if self.weight_transfer_engine.state.rank == rank:
             raise RuntimeError(TOLD)
+
+    def feed_described_with(self, kind: str) -> str:
+        """Why this rank's model cannot be patched in place while the last module that holds a parameter has one tensor
+        more, a `buffer` or an `attribute`; empty when it can."""
+        model, live = self.model_runner.get_model(), VllmLiveModel.__new__(VllmLiveModel)
+        live.__dict__.update(self.weight_transfer_engine.state.live.__dict__)
+        live.__dict__.pop("buffers", None)
+        *_, (module, parameter) = ((m, p) for m in model.modules() for p in m.parameters(recurse=False) if p.numel())
+        tensor = parameter.detach().float().repeat(2, *[1] * (parameter.dim() - 1))
+        try:
+            if kind == "buffer":
+                module.register_buffer("planted", tensor)
+            elif kind:
+                module.planted = tensor
+            live.describe()
+        except LiveModelError as error:
+            return str(error)
+        finally:
+            module._buffers.pop("planted", None)
+            module.__dict__.pop("planted", None)
+        return ""
 
     def feed_replace(self, owner: Any, name: str, value: Any) -> None:
         patched = mock.patch.object(owner, name, value)

@@ -16,7 +16,13 @@ from megastream.engine.vllm import buffers as live_buffers
 from megastream.engine.vllm import compat, cpu_repairs
 from megastream.engine.vllm.buffers import LiveBuffer, Prepared
 from megastream.engine.vllm.expert_use import ExpertUse
-from megastream.engine.vllm.refusals import refuse_buffer, refuse_config, refuse_counting, refuse_modules
+from megastream.engine.vllm.refusals import (
+    refuse_buffer,
+    refuse_config,
+    refuse_counting,
+    refuse_derived,
+    refuse_modules,
+)
 from megastream.families import Family, ModelShape, family_of, load_shape
 from megastream.layout.engine import EngineParam, engine_rank_layout, whole_rank_layout
 from megastream.layout.shard import RankLayout
@@ -44,9 +50,10 @@ class VllmLiveModel:
 
     @cached_property
     def buffers(self) -> dict[str, LiveBuffer]:
-        """All parameters of this rank, checked to be patchable."""
+        """All parameters of this rank, checked to be patchable and to be all that there is of the weights."""
         refuse_config(self._config)
         refuse_modules(self._model)
+        refuse_derived(self._model, self.rank)
         found = live_buffers.collect(self._model, compat.is_cpu())
         for buffer in found.values():
             refuse_buffer(buffer, self.rank)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megastream.engine.contract import LiveModelError
-from megastream.engine.vllm import compat
+from megastream.engine.vllm import compat, compat_tensors
 from megastream.engine.vllm.buffers import LiveBuffer, PackedLinear
 
 PATCHABLE_MOE = ("TRITON", "BATCHED_TRITON", "CPU")
@@ -62,6 +62,35 @@ def refuse_modules(model: torch.nn.Module) -> None:
                 f"{name} uses the MoE backend {backend}, whose weights have a private layout; "
                 f"patchable are {', '.join(PATCHABLE_MOE)}: serve with --moe-backend triton"
             )
+
+
+def refuse_derived(model: torch.nn.Module, rank: int) -> None:
+    """Tensors beside the parameters that may have been computed from them: no commit would write them."""
+    written = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if parameter.numel()}
+    for prefix, module in model.named_modules():
+        if name := compat_tensors.made_later(module):
+            raise LiveModelError(_stale(f"{prefix}.{name}", rank, "is made of weights in the first step"))
+        for path, tensor in compat_tensors.unexplained(module):
+            if tensor.numel() and tensor.untyped_storage().data_ptr() not in written:
+                name = ".".join(filter(None, (prefix, path)))
+                twin = _twin(module, tensor)
+                what = f"may be {f'a copy of {prefix}.{twin}' if twin else 'computed from weights'}"
+                held = f"({tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')})"
+                raise LiveModelError(_stale(f"{name} {held}", rank, what))
+
+
+def _stale(name: str, rank: int, what: str) -> str:
+    return (
+        f"{name} on engine rank {rank} is no parameter and {what}: it would stay as it is when a version is "
+        "committed; serve without what makes it"
+    )
+
+
+def _twin(module: torch.nn.Module, tensor: torch.Tensor) -> str:
+    """The parameter of a module that has this shape, as the loader fills it; empty when there is none."""
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters(recurse=False)}
+    shapes |= {name: meta.shape for name, meta in compat.loader_metadata(module).items()}
+    return next((name for name, shape in shapes.items() if shape == tensor.shape), "")
 
 
 def refuse_buffer(buffer: LiveBuffer, rank: int) -> None:
