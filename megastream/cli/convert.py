@@ -68,7 +68,7 @@ def convert_command(
         typer.echo(f"{done.num_compared} elements that {source} holds more than once are equal")
     if done.left_out:
         few = ", ".join(done.left_out[:3])
-        typer.echo(f"left out, being no weights: {len(done.left_out)} entries of {source} ({few}, ...)")
+        typer.echo(f"left out, being no weights of this model: {len(done.left_out)} entries of {source} ({few}, ...)")
 
 
 def verify_command(

@@ -25,6 +25,7 @@ _NO_FP8: dict[Form, str] = {
     "sharded_state": "holds fp8 as the kernels of one engine lay it out",
 }
 """Why a form has no weights in fp8."""
+_TRAINERS: tuple[Form, ...] = ("torch_dist", "mp_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ def find_form(folder: Path) -> tuple[Form, Path]:
 def read_form(folder: Path, model: Model, layout: str | None) -> Holding:
     """Where all weights of a folder lie. `layout` is for forms of ranks, where the files do not say it."""
     form, folder = find_form(folder)
+    _check_trainer(model, form)
     if form == "mp_rank":
         return read_mp_rank(folder, model, layout)
     if form == "sharded_state":
@@ -86,6 +88,7 @@ def plan_target(folder: Path, model: Model, dtypes: Mapping[str, str], options: 
     most, layout = options.max_file_bytes, options.to_layout
     if options.dtype is not None:
         _check_fp8(model, options.to)
+    _check_trainer(model, options.to)
     if options.to in ("mp_rank", "sharded_state"):
         if layout is None:
             raise ConvertError(f'{options.to} has a file for each rank; say which with --to-layout, e.g. "tp2 ep2"')
@@ -97,6 +100,11 @@ def plan_target(folder: Path, model: Model, dtypes: Mapping[str, str], options: 
     if options.to == "torch_dist":
         return plan_torch_dist(folder, model, dtypes, most)
     return plan_hf(folder, model, dtypes, most, fp8=options.dtype is not None)
+
+
+def _check_trainer(model: Model, form: Form) -> None:
+    if form in _TRAINERS and (why := model.family.trainer_differs):
+        raise ConvertError(f"{model.family.name} has no {form} form here: {why}; use hf or sharded_state")
 
 
 def _check_fp8(model: Model, form: Form) -> None:

@@ -24,7 +24,8 @@ _COORDS = {"pp": 0, "ep": 0}
 
 
 def read_hf(folder: Path, model: Model) -> Holding:
-    """Where every tensor of the folder lies. A head that is tied, and stored all the same, is a second holder.
+    """Where every tensor of the folder lies. A head that is tied, and stored all the same, is a second holder; layers
+    for speculative decoding are left out.
 
     ConvertError names file and tensor of whatever is missing, stored twice, of another shape or not the model's.
     """
@@ -42,6 +43,8 @@ def read_hf(folder: Path, model: Model) -> Holding:
             if name in found:
                 raise ConvertError(f"{folder}: {name} is in {found[name][0]} and in {file}; keep one of the files")
             found[name] = file, entry
+    drafts = [name for name in found if name.startswith(model.family.drafts)]
+    found = {name: place for name, place in found.items() if name not in drafts}
     own: dict[str, TensorSpec] = {}
     again: dict[str, TensorSpec] = {}
     tensors = model.tensors()
@@ -59,7 +62,7 @@ def read_hf(folder: Path, model: Model) -> Holding:
         folder=folder,
         layouts=tuple(_layout(rank, held, world_size=len(holders)) for rank, held in enumerate(holders)),
         extents={(int(name in again), name): Extent(file, entry.start) for name, (file, entry) in found.items()},
-        left_out=tuple(sorted({path.name for path in folder.glob("*.safetensors")} - files.keys())),
+        left_out=tuple(sorted({*drafts, *(path.name for path in folder.glob("*.safetensors"))} - files.keys())),
     )
 
 

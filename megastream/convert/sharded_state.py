@@ -89,7 +89,8 @@ def plan_sharded_state(
 
 def scales(model: Model, mesh: Mesh, stage: int) -> list[str]:
     """Names of the attention's scales on a pipeline stage."""
-    layers = engine_stage_layers(mesh, model.shape.num_layers, stage)
+    stage_layers = engine_stage_layers(mesh, model.shape.num_layers, stage)
+    layers = [layer for layer in stage_layers if not model.family.has_delta(model.shape, layer)]
     return [f"model.layers.{layer}.{model.family.attention}.{name}" for layer in layers for name in _SCALES]
 
 

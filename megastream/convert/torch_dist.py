@@ -20,7 +20,7 @@ from megastream.convert.torch_file import open_file, read_torch_file
 from megastream.convert.types import ConvertError, Extent, Holding
 from megastream.layout.box import Box
 from megastream.layout.mesh import Mesh, trainer_coords
-from megastream.layout.rules import Placed
+from megastream.layout.placing import Placed
 from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
 from megastream.layout.trainer import place_trainer_param
 

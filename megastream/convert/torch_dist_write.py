@@ -16,7 +16,8 @@ from megastream.convert.torch_dist import BACKEND, INDEX, ONE_RANK, parts_of, re
 from megastream.convert.torch_file import Archive, Slot, import_torch, lay_out_archive, pickled
 from megastream.convert.types import ConvertError, Extent, Holding, NewFile, Target
 from megastream.layout.mesh import Mesh
-from megastream.layout.rules import Placed, Region, region_shard
+from megastream.layout.placing import Placed, Region
+from megastream.layout.rules import region_shard
 from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
 from megastream.layout.synthetic import trainer_names
 from megastream.layout.trainer import place_trainer_param

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megastream.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2_moe, qwen3, qwen3_moe
+from megastream.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2_moe, qwen3, qwen3_moe, qwen3_next
 from megastream.families.bounds import check_shape
 from megastream.families.family import Family
 from megastream.families.types import ModelShape, Place, Row, Source
@@ -22,6 +22,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3": qwen3.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
 }
 
 ALIASES = {"kimi_k2": "deepseek_v3"}

@@ -25,6 +25,12 @@ LARGEST = {
     "intermediate_size": 2**18,
     "shared_expert_intermediate_size": 2**18,
     "vocab_size": 2**24,
+    "linear_num_key_heads": 4096,
+    "linear_num_value_heads": 4096,
+    "linear_key_head_dim": 4096,
+    "linear_value_head_dim": 4096,
+    "linear_conv_kernel_dim": 256,
+    "full_attention_interval": 1000,
 }
 """Far above any model there is; beyond it a number is a slip, and planning with it would not end."""
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Literal
 
-import msgspec
-
+from megastream.families.known import Alike, Known, Match, Sized
 from megastream.families.types import ModelShape, Place, Row
 from megastream.layout.naming import Entry, Kind
 from megastream.layout.shard import TensorSpec
@@ -23,54 +22,17 @@ _IN_LAYER = re.compile(r"(\w+\.layers\.)(\d+)(\..+)")
 _FIELD = re.compile(r"\{(layer|expert)\}")
 
 
-class _Match(msgspec.Struct, frozen=True, gc=False):
-    row: Row
-    layer: int | None = None
-    expert: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Sized:
-    """A row in a model of one shape: name and shape of each of its tensors; `exists`: the model has it."""
-
-    exists: bool
-    sources: tuple[tuple[str, tuple[int, ...]], ...]
-    dtype: str
-
-
-class _Alike(msgspec.Struct, frozen=True, gc=False):
-    """What a name of layer `layer` stands for, and the names of its tensors around the number of their layer."""
-
-    entry: Entry
-    layer: int | None
-    names: tuple[tuple[str, ...], ...]
-
-    def at(self, layer: int) -> Entry:
-        """What the same name of another layer stands for."""
-        mine = self.entry
-        tensors = [
-            TensorSpec(str(layer).join(around), spec.shape, spec.dtype)
-            for around, spec in zip(self.names, mine.tensors, strict=True)
-        ]
-        return Entry(mine.kind, mine.rule, tuple(tensors), mine.head_dim, mine.dtype, mine.expert)
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What has been worked out for a shape from these rows: by the `id` of a row, and by a name without its layer."""
-
-    rows: tuple[Row, ...]
-    sized: dict[int, _Sized] = field(default_factory=dict)
-    entries: dict[tuple[str | int | None, ...], _Alike] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class Family:
     """One model family. `sizes` gives the numbers that table dims are written in; `is_moe(shape, layer)` its layers.
 
-    `attention` is the layer's module that holds vLLM's scales of keys and values. `aliases`: beginnings of vLLM's names
-    inside a layer, and of the other names under which the same modules hang there; the state that vLLM saves and loads
-    by itself (`sharded_state`) has the name that sorts first.
+    `is_delta(shape, layer)`: its layers with a gated delta net in place of attention. `attention` is the other layers'
+    module that holds vLLM's scales of keys and values. `trainer_differs`: why what Megatron computes with is not what
+    the files hold, moved around; its forms and its live models are then refused, and the table's trainer side is what
+    plans count. `drafts`: beginnings of the names that layers for speculative decoding have in files, where no number
+    of a layer tells them; they are left out. `aliases`: beginnings of vLLM's names inside a layer, and of the other
+    names under which the same modules hang there; the state that vLLM saves and loads by itself (`sharded_state`) has
+    the name that sorts first.
     """
 
     name: str
@@ -78,7 +40,10 @@ class Family:
     read: Callable[[dict[str, object]], ModelShape]
     sizes: Callable[[ModelShape], dict[str, int]]
     is_moe: Callable[[ModelShape, int], bool]
+    is_delta: Callable[[ModelShape, int], bool] | None = None
     attention: str = "self_attn.attn"
+    trainer_differs: str = ""
+    drafts: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
 
     def tensors(self, shape: ModelShape) -> tuple[TensorSpec, ...]:
@@ -117,6 +82,10 @@ class Family:
     def has_mtp(self) -> bool:
         """Whether the table has the layers of multi-token prediction."""
         return any(row.layers == "mtp" for row in self.rows)
+
+    def has_delta(self, shape: ModelShape, layer: int) -> bool:
+        """Whether the layer has a gated delta net in place of attention."""
+        return self.is_delta is not None and self.is_delta(shape, layer)
 
     def num_experts(self, shape: ModelShape) -> int:
         """Routed experts of a layer, over all ranks."""
@@ -201,6 +170,7 @@ class Family:
                 yield row, None, None
         for layer in layers:
             kinds = ["every", "moe" if self.is_moe(shape, layer) else "dense"]
+            kinds.append("delta" if self.has_delta(shape, layer) else "full")
             kinds += ["mtp"] if layer >= shape.num_layers else []
             for row in rows:
                 if row.layers in kinds:
@@ -223,7 +193,7 @@ class Family:
 
     def _first_entry(
         self, side: Literal["trainer", "engine"], name: str, shape: ModelShape, expert: int | None
-    ) -> _Alike:
+    ) -> Alike:
         index = self._trainer_index if side == "trainer" else self._engine_index
         match = self._match(index, name, f"{side} parameter")
         row, layer, expert = match.row, match.layer, match.expert if expert is None else expert
@@ -234,11 +204,12 @@ class Family:
             raise ValueError(f"{name}: a {self.name} with this config.json does not have it")
         rule = row.trainer_rule if side == "trainer" else row.engine_rule
         dtype = "float32" if side in row.fp32 else shape.dtype
-        entry = Entry(row.kind, rule, _specs(sized, layer, expert), shape.head_dim, dtype, expert or 0)
+        specs = _specs(sized, layer, expert)
+        entry = Entry(row.kind, rule, specs, shape.head_dim, dtype, expert or 0, sized.parts)
         around = [tuple(part.format(expert=expert) for part in source.split("{layer}")) for source, _ in sized.sources]
-        return _Alike(entry, layer, tuple(around))
+        return Alike(entry, layer, tuple(around))
 
-    def _match(self, index: dict[str, Row], name: str, what: str) -> _Match:
+    def _match(self, index: dict[str, Row], name: str, what: str) -> Match:
         parts = _NUMBER.split(name)
         pattern, numbers = ".#".join(parts[::2]), [int(number) for number in parts[1::2]]
         row = index.get(pattern)
@@ -247,9 +218,9 @@ class Family:
             numbers.append(int(last[0]))
         if row is None:
             raise ValueError(f"{what} {name} has no rule in family {self.name}: add a row to its table")
-        return _Match(row, *numbers)
+        return Match(row, *numbers)
 
-    def _sized(self, row: Row, shape: ModelShape) -> _Sized:
+    def _sized(self, row: Row, shape: ModelShape) -> Sized:
         """Asked once for each tensor of a large model, so it is worked out once for each row."""
         known = self._known(shape).sized
         found = known.get(id(row))
@@ -258,13 +229,14 @@ class Family:
             tied = (row.tied_to,) if shape.tied and row.tied_to is not None else row.sources
             sources = tuple((source.name, tuple(sizes[dim] for dim in source.dims)) for source in tied)
             dtype = "float32" if "file" in row.fp32 else shape.dtype
-            found = known[id(row)] = _Sized(_exists(row, sizes), sources, dtype)
+            parts = tuple(tuple(sizes[part] for part in source.parts) for source in tied)
+            found = known[id(row)] = Sized(_exists(row, sizes), sources, dtype, parts)
         return found
 
-    def _known(self, shape: ModelShape) -> _Known:
-        known: _Known | None = shape.known.get(self.name)
+    def _known(self, shape: ModelShape) -> Known:
+        known: Known | None = shape.known.get(self.name)
         if known is None or known.rows is not self.rows:
-            known = shape.known[self.name] = _Known(self.rows)
+            known = shape.known[self.name] = Known(self.rows)
         return known
 
     @cached_property
@@ -293,6 +265,6 @@ def _exists(row: Row, sizes: dict[str, int]) -> bool:
     return all(sizes[dim] for source in row.sources for dim in source.dims)
 
 
-def _specs(sized: _Sized, layer: int | None, expert: int | None) -> tuple[TensorSpec, ...]:
+def _specs(sized: Sized, layer: int | None, expert: int | None) -> tuple[TensorSpec, ...]:
     names = [(name.format(layer=layer, expert=expert), shape) for name, shape in sized.sources]
     return tuple([TensorSpec(name, shape, sized.dtype) for name, shape in names])

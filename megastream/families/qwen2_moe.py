@@ -20,14 +20,22 @@ from megastream.families.rows import (
 )
 from megastream.families.types import ModelShape
 
+SHARED_EXPERT = (
+    *mlp("moe", "mlp.shared_expert.", "shared_ffn", "mlp.shared_experts."),
+    layer_row("moe", hf("mlp.shared_expert_gate.weight", "one", "hidden"), "mlp.shared_experts.gate_weight"),
+)
+"""An expert that every token passes, and its sigmoid gate."""
+SHARED_ALIASES = (
+    ("mlp.shared_expert.", SHARED_IN_EXPERTS),
+    ("mlp.shared_expert_gate.", f"{SHARED_IN_EXPERTS}expert_gate."),
+)
 ROWS = (
     *ends(spares=True),
     *ATTENTION,
     QKV_BIAS,
     router(),
     *experts(),
-    *mlp("moe", "mlp.shared_expert.", "shared_ffn", "mlp.shared_experts."),
-    layer_row("moe", hf("mlp.shared_expert_gate.weight", "one", "hidden"), "mlp.shared_experts.gate_weight"),
+    *SHARED_EXPERT,
     *DENSE_MLP,
 )
 
@@ -59,8 +67,5 @@ FAMILY = Family(
     read=read,
     sizes=sizes,
     is_moe=is_moe,
-    aliases=(
-        ("mlp.shared_expert.", SHARED_IN_EXPERTS),
-        ("mlp.shared_expert_gate.", f"{SHARED_IN_EXPERTS}expert_gate."),
-    ),
+    aliases=SHARED_ALIASES,
 )

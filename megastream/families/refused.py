@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megastream.families import family_of
 from megastream.families.contract import FP8_BLOCKS, fp8_blocks
 from megastream.families.types import ModelShape
 
@@ -29,6 +30,8 @@ def refused(shape: ModelShape) -> tuple[Refused, ...]:
                 "engine with a draft model is refused",
             )
         )
+    if why := family_of(shape).trainer_differs:
+        found.append(Refused("*", f"bytes are counted, but a Megatron trainer of this family is refused: {why}"))
     if shape.raw.get("quantization_config"):
         files = f"; `megastream convert --dtype {FP8_BLOCKS}` writes files for them" if fp8_blocks(shape) else ""
         found.append(

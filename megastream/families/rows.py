@@ -51,9 +51,9 @@ def layer_row(
     )
 
 
-def trainer_row(layers: Layers, source: Source, trainer: str | tuple[str, ...], rule: str) -> Row:
-    """A parameter whose tensors the engine fuses with others."""
-    return replace(layer_row(layers, source, trainer, rule), engine="")
+def trainer_row(layers: Layers, sources: Source | tuple[Source, ...], trainer: str | tuple[str, ...], rule: str) -> Row:
+    """A parameter whose tensors the engine fuses with others, or keeps apart."""
+    return replace(layer_row(layers, sources, trainer, rule), engine="")
 
 
 def engine_row(layers: Layers, sources: tuple[Source, ...], engine: str, rule: str = "same") -> Row:

@@ -10,9 +10,10 @@ import msgspec
 from megastream.layout.naming import Kind
 
 Holder = Literal["file", "trainer", "engine"]
-Layers = Literal["none", "every", "moe", "dense", "mtp"]
-"""Which layers have a row: none (embedding, final norm, head), all, only those with or without experts, or those of
-multi-token prediction, which are counted behind the decoder's and have the rows of a decoder layer, too."""
+Layers = Literal["none", "every", "moe", "dense", "full", "delta", "mtp"]
+"""Which layers have a row: none (embedding, final norm, head), all, only those with or without experts, only those with
+full attention or with a gated delta net, or those of multi-token prediction, which are counted behind the decoder's and
+have the rows of a decoder layer, too."""
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
@@ -57,7 +58,8 @@ class Source:
     """A Hugging Face tensor: name with `{layer}` and `{expert}`, and its shape in names of the family's sizes.
 
     A tensor with a dim of size 0 (biases that a config switches off) is not in the model, nor is its row. Its last
-    `joined` dims are one dim of the tensor in the file. `linear`: the weight of a linear of attention, of an MLP or of
+    `joined` dims are one dim of the tensor in the file. `parts`: its rows are groups of these parts (see `Fused`), in
+    names of sizes. `linear`: the weight of a linear of attention, of an MLP or of
     an expert, (out, in): what checkpoints in fp8 have in fp8. Embedding, norms, head, biases, router, gates are not.
     """
 
@@ -65,6 +67,7 @@ class Source:
     dims: tuple[str, ...]
     joined: int = 1
     linear: bool = False
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

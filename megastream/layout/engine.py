@@ -13,7 +13,7 @@ from megastream.layout.mesh import coords_cut
 from megastream.layout.naming import Names
 from megastream.layout.pack import row_major_strides
 from megastream.layout.pattern import Pattern, Patterns, no_slots
-from megastream.layout.rules import Cut
+from megastream.layout.placing import Cut
 from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
 
 ShapeT = TypeVar("ShapeT")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from megastream.layout.rules import Cut
+from megastream.layout.placing import Cut
 
 AXES = ("tp", "cp", "etp", "ep", "dp", "pp", "vpp")
 _TOKEN = re.compile(r"([a-z]+)=?([0-9]{1,6})(?:\(([0-9,\s]*)\))?")

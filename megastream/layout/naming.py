@@ -7,6 +7,7 @@ from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
+from megastream.layout.placing import Fused
 from megastream.layout.shard import TensorSpec
 
 Kind = Literal["dense", "expert", "late", "embed", "norm", "head"]
@@ -16,8 +17,8 @@ Shape_contra = TypeVar("Shape_contra", contravariant=True)
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """What a parameter name stands for. `rule` is a key of RULES; expert entries are cut by the expert axis.
 
-    `expert` is its global expert where the tensors hold all of them. `dtype` is the parameter's on that side, as far as
-    a config.json tells; who describes live parameters knows better.
+    `expert` is its global expert where the tensors hold all of them; `parts` as in `Fused`. `dtype` is the parameter's
+    on that side, as far as a config.json tells; who describes live parameters knows better.
     """
 
     kind: Kind
@@ -26,6 +27,11 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     head_dim: int
     dtype: str
     expert: int = 0
+    parts: tuple[tuple[int, ...], ...] = ()
+
+    def fused(self, padded_rows: int = 0) -> Fused:
+        """What a rule is told of the parameter; `padded_rows` as in `Fused`."""
+        return Fused(self.tensors, self.head_dim, padded_rows, self.expert, self.parts)
 
 
 class Names(Protocol[Shape_contra]):

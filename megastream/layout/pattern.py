@@ -15,7 +15,8 @@ import msgspec
 from megastream.layout.box import Box
 from megastream.layout.naming import Entry, Names
 from megastream.layout.pack import row_major_strides
-from megastream.layout.rules import RULES, Cut, Fused, Placed, Region, expert_stack
+from megastream.layout.placing import Cut, Placed, Region
+from megastream.layout.rules import RULES, expert_stack
 from megastream.layout.shard import TensorSpec
 
 ShapeT = TypeVar("ShapeT")
@@ -127,7 +128,7 @@ class Patterns(Generic[ShapeT]):
         key = kinds, cut.axis, cut.rank, cut.size
         if key not in self._patterns:
             entries = [self.engine_entry(name, expert) for expert in experts]
-            fused = [Fused(entry.tensors, entry.head_dim, expert=entry.expert) for entry in entries]
+            fused = [entry.fused() for entry in entries]
             rule = RULES[entries[0].rule] if entries else RULES["same"]
             self._patterns[key] = _indexed(expert_stack(rule, fused, cut), tensors)
         return self._patterns[key], tensors
@@ -147,7 +148,7 @@ class Patterns(Generic[ShapeT]):
         key = known.kind, padded_rows, cut.axis, cut.rank, cut.size
         pattern = self._patterns.get(key)
         if pattern is None:
-            placed = RULES[entry.rule](Fused(entry.tensors, entry.head_dim, padded_rows, entry.expert), cut)
+            placed = RULES[entry.rule](entry.fused(padded_rows), cut)
             pattern = self._patterns[key] = _indexed(placed, entry.tensors)
         return pattern, entry.tensors
 
@@ -166,7 +167,8 @@ class Patterns(Generic[ShapeT]):
         return known
 
     def _known(self, entry: Entry, padded: tuple[str, ...]) -> _Known:
-        kind = entry.rule, entry.head_dim, _index_of(entry), tuple([spec.shape for spec in entry.tensors])
+        shapes = tuple([spec.shape for spec in entry.tensors])
+        kind = entry.rule, entry.head_dim, entry.parts, _index_of(entry), shapes
         return _Known(entry, self._kinds.setdefault(kind, len(self._kinds)), entry.rule in padded)
 
 

@@ -7,88 +7,24 @@ re-arrangement, so the same regions serve both directions (trainer to engine, ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from megastream.layout.box import Box
 from megastream.layout.pack import row_major_strides
+from megastream.layout.placing import Cut, Fused, Placed, Region, Rule, rows
+from megastream.layout.rules_attention import (
+    concat_gated_qkv,
+    concat_qkv,
+    grouped_gated_qkv,
+    grouped_qkv,
+    groups,
+    sections,
+    ungrouped,
+)
 from megastream.layout.shard import Shard, TensorSpec
 
 RULES_VERSION = 1
 """Part of every plan's digest. Raise it when a rule changes what lies where."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Position `rank` of `size` on a mesh axis that divides a parameter."""
-
-    axis: str
-    rank: int
-    size: int
-
-    def divide(self, extent: int, what: str) -> int:
-        """`extent / size`. ValueError names the axis and both numbers when it does not divide."""
-        if extent % self.size:
-            raise ValueError(f"{what}: {extent} does not divide by {self.axis}={self.size}")
-        return extent // self.size
-
-
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """What one parameter is made of: the tensors in the rule's order, and sizes that shapes alone do not tell.
-
-    `expert` is the index in dim 0 of tensors that hold all experts. `padded_rows` counts the rows over all ranks of a
-    parameter whose rows are padded (vocabulary) or may be replicated (latent); 0: not known.
-    """
-
-    tensors: tuple[TensorSpec, ...]
-    head_dim: int = 0
-    padded_rows: int = 0
-    expert: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A box of a tensor in a parameter: `box.lo` lies at `origin`, tensor dim d runs along parameter dim `dims[d]`."""
-
-    tensor: TensorSpec
-    box: Box
-    origin: tuple[int, ...]
-    dims: tuple[int, ...]
-
-    def within(self, window: Box) -> Region | None:
-        """The part of the region inside a window given in parameter coordinates."""
-        extent = [1] * len(self.origin)
-        for dim, size in zip(self.dims, self.box.shape, strict=True):
-            extent[dim] = size
-        end = tuple(a + n for a, n in zip(self.origin, extent, strict=True))
-        common = Box(self.origin, end).intersect(window)
-        if common is None:
-            return None
-        shift = tuple(common.lo[dim] - self.origin[dim] for dim in self.dims)
-        lo = tuple(a + s for a, s in zip(self.box.lo, shift, strict=True))
-        hi = tuple(a + common.shape[dim] for a, dim in zip(lo, self.dims, strict=True))
-        return Region(self.tensor, Box(lo, hi), common.lo, self.dims)
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """One rank's parameter: the shape it must have, and the regions that fill it (all of it, but for padded rows).
-
-    `view` is what the regions' origins and dims count in, when it is not `shape`: the same elements in the same order,
-    with dims split, so that e.g. rows that alternate between two tensors are a dim of their own.
-    """
-
-    shape: tuple[int, ...]
-    regions: tuple[Region, ...]
-    view: tuple[int, ...] = ()
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        return self.view or self.shape
-
-
-Rule = Callable[[Fused, Cut], Placed]
 
 
 def same(fused: Fused, cut: Cut) -> Placed:
@@ -96,7 +32,7 @@ def same(fused: Fused, cut: Cut) -> Placed:
     regions: list[Region] = []
     at = 0
     for tensor in fused.tensors:
-        regions.append(_rows(tensor, 0, tensor.shape[0], at))
+        regions.append(rows(tensor, 0, tensor.shape[0], at))
         at += tensor.shape[0]
     return Placed((at, *fused.tensors[0].shape[1:]), tuple(regions))
 
@@ -105,7 +41,7 @@ def column(fused: Fused, cut: Cut) -> Placed:
     """One tensor, rows (dim 0) cut evenly: Megatron's and vLLM's column-parallel linear."""
     (tensor,) = fused.tensors
     num = cut.divide(tensor.shape[0], f"rows of {tensor.name}")
-    return Placed((num, *tensor.shape[1:]), (_rows(tensor, cut.rank * num, (cut.rank + 1) * num, at=0),))
+    return Placed((num, *tensor.shape[1:]), (rows(tensor, cut.rank * num, (cut.rank + 1) * num, at=0),))
 
 
 def latent(fused: Fused, cut: Cut) -> Placed:
@@ -133,7 +69,7 @@ def vocab(fused: Fused, cut: Cut) -> Placed:
     total = max(fused.padded_rows, num_rows)
     num = cut.divide(total, f"padded rows of {tensor.name}")
     lo, hi = cut.rank * num, min((cut.rank + 1) * num, num_rows)
-    return Placed((num, *tensor.shape[1:]), (_rows(tensor, lo, hi, at=0),) if lo < hi else ())
+    return Placed((num, *tensor.shape[1:]), (rows(tensor, lo, hi, at=0),) if lo < hi else ())
 
 
 def gated(fused: Fused, cut: Cut) -> Placed:
@@ -142,55 +78,9 @@ def gated(fused: Fused, cut: Cut) -> Placed:
     at = 0
     for tensor in fused.tensors:
         num = cut.divide(tensor.shape[0], f"rows of {tensor.name}")
-        regions.append(_rows(tensor, cut.rank * num, (cut.rank + 1) * num, at))
+        regions.append(rows(tensor, cut.rank * num, (cut.rank + 1) * num, at))
         at += num
     return Placed((at, *fused.tensors[0].shape[1:]), tuple(regions))
-
-
-def grouped_qkv(fused: Fused, cut: Cut) -> Placed:
-    """Megatron's fused attention input: per key/value head its query heads, then k, then v; the rows are then cut.
-
-    The cut ignores group borders, so with fewer groups than ranks a rank holds a part of a group.
-    """
-    q, k, v = fused.tensors
-    num_groups = k.shape[0] // fused.head_dim
-    if q.shape[0] % num_groups:
-        raise ValueError(f"rows of {q.name}: {q.shape[0]} do not divide by {num_groups} key/value heads")
-    parts = ((q, q.shape[0] // num_groups), (k, fused.head_dim), (v, fused.head_dim))
-    num = cut.divide(q.shape[0] + k.shape[0] + v.shape[0], f"fused rows of {q.name}")
-    regions: list[Region] = []
-    at = -cut.rank * num
-    for group in range(num_groups):
-        for tensor, size in parts:
-            lo, hi = max(at, 0), min(at + size, num)
-            if lo < hi:
-                first = group * size + lo - at
-                regions.append(_rows(tensor, first, first + hi - lo, at=lo))
-            at += size
-    return Placed((num, *q.shape[1:]), tuple(regions))
-
-
-def concat_qkv(fused: Fused, cut: Cut) -> Placed:
-    """vLLM's fused attention input: this rank's q heads, then its k heads, then its v heads.
-
-    With more ranks than key/value heads each rank holds one of them, `size / heads` neighbours the same one.
-    """
-    q, k, v = fused.tensors
-    num_kv_heads = k.shape[0] // fused.head_dim
-    num_q = cut.divide(q.shape[0] // fused.head_dim, f"query heads of {q.name}") * fused.head_dim
-    if cut.size >= num_kv_heads:
-        if cut.size % num_kv_heads:
-            raise ValueError(f"{k.name}: {cut.axis}={cut.size} is not a multiple of {num_kv_heads} key/value heads")
-        num_kv, first = fused.head_dim, cut.rank // (cut.size // num_kv_heads) * fused.head_dim
-    else:
-        num_kv = cut.divide(num_kv_heads, f"key/value heads of {k.name}") * fused.head_dim
-        first = cut.rank * num_kv
-    regions = (
-        _rows(q, cut.rank * num_q, (cut.rank + 1) * num_q, at=0),
-        _rows(k, first, first + num_kv, at=num_q),
-        _rows(v, first, first + num_kv, at=num_q + num_kv),
-    )
-    return Placed((num_q + 2 * num_kv, *q.shape[1:]), regions)
 
 
 def expert_stack(rule: Rule, experts: Sequence[Fused], cut: Cut) -> Placed:
@@ -271,6 +161,11 @@ RULES: dict[str, Rule] = {
     "gated": gated,
     "grouped_qkv": grouped_qkv,
     "concat_qkv": concat_qkv,
+    "grouped_gated_qkv": grouped_gated_qkv,
+    "concat_gated_qkv": concat_gated_qkv,
+    "sections": sections,
+    "groups": groups,
+    "ungrouped": ungrouped,
     "stack_same": stack_same,
     "stack_first": stack_first,
     "stack_row": stack_row,
@@ -284,9 +179,3 @@ def region_shard(region: Region, shape: tuple[int, ...], *, rank: int, buffer: s
     strides = row_major_strides(shape)
     offset = base + sum(a * s for a, s in zip(region.origin, strides, strict=True))
     return Shard(region.tensor.name, region.box, rank, buffer, offset, tuple(strides[dim] for dim in region.dims))
-
-
-def _rows(tensor: TensorSpec, lo: int, hi: int, at: int) -> Region:
-    num_other = len(tensor.shape) - 1
-    box = Box((lo,) + (0,) * num_other, (hi, *tensor.shape[1:]))
-    return Region(tensor, box, (at,) + (0,) * num_other, tuple(range(num_other + 1)))

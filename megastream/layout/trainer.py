@@ -15,7 +15,8 @@ from megastream.layout.mesh import coords_cut
 from megastream.layout.naming import Entry, Names
 from megastream.layout.pack import flat_boxes
 from megastream.layout.pattern import Pattern, Patterns
-from megastream.layout.rules import RULES, Cut, Fused, Placed
+from megastream.layout.placing import Cut, Placed
+from megastream.layout.rules import RULES
 from megastream.layout.shard import BufferSpec, RankLayout
 
 Ownership = Literal["replica", "slice"]
@@ -126,7 +127,7 @@ class TrainerParams(Generic[ShapeT]):
 def place_trainer_param(entry: Entry, coords: Mapping[str, int], padded_rows: int = 0) -> Placed:
     """The shape and regions of a parameter on the rank at `coords`; `padded_rows` as in `Fused`."""
     cut = coords_cut(coords, "etp" if entry.kind == "expert" else "tp")
-    return RULES[entry.rule](Fused(entry.tensors, entry.head_dim, padded_rows, entry.expert), cut)
+    return RULES[entry.rule](entry.fused(padded_rows), cut)
 
 
 def _place(patterns: Patterns[ShapeT], param: TrainerParam, cuts: tuple[Cut, Cut], rank: int) -> Pattern:

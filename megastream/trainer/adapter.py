@@ -22,7 +22,7 @@ from megastream.trainer.compat_grads import late_params
 from megastream.trainer.finality import make_stepper, refuse_finality
 from megastream.trainer.hf_files import HuggingFaceFiles
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, is_streamed
-from megastream.trainer.refusals import refuse_mtp, refuse_unsupported
+from megastream.trainer.refusals import refuse_family, refuse_mtp, refuse_unsupported
 from megastream.trainer.router_bias import BUFFER, RouterBiases
 from megastream.trainer.stepper import Listener, Stepper, Trained
 
@@ -64,6 +64,7 @@ class MegatronAdapter:
     ) -> None:
         self.library = f"megatron-core {compat.check_version()}"
         compat.install()
+        refuse_family(family)
         refuse_unsupported(chunks, optimizer)
         refuse_mtp(chunks, family, shape)
         refuse_finality(finality, chunks, optimizer)

@@ -87,6 +87,15 @@ def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
         )
 
 
+def refuse_family(family: Family) -> None:
+    """UnsupportedTrainer when Megatron computes with other values than the family's files and engines."""
+    if family.trainer_differs:
+        raise UnsupportedTrainer(
+            f"model family {family.name} is not supported: {family.trainer_differs}; it can be planned, and converted "
+            "between Hugging Face's form and vLLM's"
+        )
+
+
 def refuse_mtp(chunks: Sequence[Any], family: Family, shape: ModelShape) -> None:
     """UnsupportedTrainer when the model has layers of multi-token prediction that cannot be named or stepped."""
     if not (layers := chunks[0].config.mtp_num_layers):

@@ -29,6 +29,14 @@ _ENGINE_MOE = dict(_ENGINE, moe_intermediate_size=128)
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _ENGINE_MOE,
     "qwen2_moe": dict(_ENGINE_MOE, hidden_size=128, shared_expert_intermediate_size=64),
+    "qwen3_next": dict(
+        _ENGINE_MOE,
+        shared_expert_intermediate_size=64,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    ),
     "qwen3": _ENGINE,
     "llama": _ENGINE,
     "mixtral": _ENGINE,

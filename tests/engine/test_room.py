@@ -76,12 +76,8 @@ def test_experts_are_unpacked_and_packed(isa: str, monkeypatch: pytest.MonkeyPat
 
 
 def vllm_config(**changes: Any) -> SimpleNamespace:
-    model = {
-        "quantization": None,
-        "enable_sleep_mode": False,
-        "use_mla": False,
-        "hf_config": SimpleNamespace(tie_word_embeddings=False),
-    }
+    model: dict[str, Any] = dict.fromkeys(("quantization", "enable_sleep_mode", "use_mla", "is_hybrid"))
+    model["hf_config"] = SimpleNamespace(tie_word_embeddings=False)
     parallel = {"enable_eplb": False, "data_parallel_size": 1, "pipeline_parallel_size": 1}
     top = {"lora_config": None, "speculative_config": None}
     for key, value in changes.items():
@@ -100,6 +96,7 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
         ({"hf_config": SimpleNamespace(tie_word_embeddings=True), "pipeline_parallel_size": 2}, "tied"),
         ({"enable_sleep_mode": True}, "sleep"),
         ({"use_mla": True}, "derived from kv_b_proj"),
+        ({"is_hybrid": True}, "recurrent states"),
     ],
 )
 def test_configurations_are_refused_by_name(changes: dict[str, Any], named: str) -> None:

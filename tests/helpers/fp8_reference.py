@@ -6,7 +6,9 @@ import re
 
 import torch
 
-LINEAR = re.compile(r"\.(q|k|v|o|gate|up|down|q_a|q_b|kv_a|kv_b)_proj(_with_mqa)?\.weight$|\.w[123]\.weight$")
+LINEAR = re.compile(
+    r"\.(q|k|v|o|gate|up|down|q_a|q_b|kv_a|kv_b|out|in)_proj(_with_mqa|_qkvz)?\.weight$|\.w[123]\.weight$"
+)
 """Hugging Face's names of linears of attention, MLPs and experts, in all families that are not stacked."""
 
 

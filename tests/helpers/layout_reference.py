@@ -88,9 +88,9 @@ def awkward(family: str) -> Model:
 
 @cache
 def tiny(family: str, tied: bool, twelve: bool = False) -> Model:
-    """3 layers, 4 experts, vocabulary 11; or 12 experts and vocabulary 101."""
+    """3 layers, 4 experts, vocabulary 11; or 12 experts and vocabulary 101. `tied`: if the family can be."""
     reference = REFERENCES[family]
-    changes = {**TINY, **reference.small, "tie_word_embeddings": tied}
+    changes = {**TINY, **reference.small, "tie_word_embeddings": tied and reference.ties}
     if twelve:
         experts = {key: reference.base[key] for key in EXPERT_COUNTS if key in reference.base}
         changes |= {**experts, "vocab_size": reference.base["vocab_size"]}

@@ -44,12 +44,13 @@ class Norms:
     """The norms in front of attention and MLP. Transformer Engine puts each into the linear behind it, if it is one."""
 
     fuses: tuple[bool, bool] = (True, False)
+    into: str = "linear_qkv"
 
     def tensors(self, c: Config) -> Dims:
         return dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (c["hidden_size"],))
 
     def megatron(self, w: Arrays, c: Config, at: dict[str, int], te: bool) -> Arrays:
-        first = "self_attention.linear_qkv.layer_norm_weight" if te and self.fuses[0] else "input_layernorm.weight"
+        first = f"self_attention.{self.into}.layer_norm_weight" if te and self.fuses[0] else "input_layernorm.weight"
         second = "mlp.linear_fc1.layer_norm_weight" if te and self.fuses[1] else "pre_mlp_layernorm.weight"
         return {first: w["input_layernorm.weight"], second: w["post_attention_layernorm.weight"]}
 

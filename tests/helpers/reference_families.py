@@ -17,6 +17,7 @@ from tests.helpers.reference_blocks import (
     Renamed,
     Whole,
 )
+from tests.helpers.reference_delta import DeltaNet, GatedAttention
 from tests.helpers.reference_stacked import StackedExperts
 
 
@@ -29,6 +30,8 @@ class Reference:
     blocks: Callable[[Config, int], list[Any]]
     ends: tuple[str, str, str] = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     spares: tuple[str, ...] = ()
+    ties: bool = True
+    """Whether there are models with one tensor for embedding and head."""
     small: dict[str, Any] = field(default_factory=dict)
     """What, beside TINY, makes the model so small that thousands of layouts can be tried."""
 
@@ -78,6 +81,16 @@ def _qwen2_moe(c: Config, layer: int) -> list[Any]:
     return [Norms(), Attention(bias=True), Experts(c["moe_intermediate_size"]), shared, gate]
 
 
+def _qwen3_next(c: Config, layer: int) -> list[Any]:
+    every = (layer + 1) % c["full_attention_interval"] == 0
+    full = c["layer_types"][layer] == "full_attention" if "layer_types" in c else every
+    dense = layer in c.get("mlp_only_layers", ())
+    mlp = [Mlp(c["intermediate_size"])] if dense else _qwen2_moe(c, layer)[2:]
+    if full:
+        return [Norms((True, dense)), GatedAttention(), *mlp]
+    return [Norms((True, dense), "in_proj"), DeltaNet(), *mlp]
+
+
 def _qwen3(c: Config, layer: int) -> list[Any]:
     return [Norms((True, True)), Attention(qk_norm=True), Mlp(c["intermediate_size"])]
 
@@ -125,6 +138,15 @@ DENSE_FIRST = {
 LATENT = {"q_lora_rank": 28, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6}
 SMALL_FIRST = dict(first_k_dense_replace=1, n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=8)
 SMALL_LATENT = dict(q_lora_rank=8, kv_lora_rank=6, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=2)
+DELTA = {
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 24,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
+SMALL_DELTA = dict(full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8)
 EVERYWHERE = ("embed", "norm", "head")
 
 REFERENCES = {
@@ -136,6 +158,13 @@ REFERENCES = {
         _qwen2_moe,
         spares=EVERYWHERE,
         small=dict(num_experts=4, moe_intermediate_size=8, hidden_size=8, shared_expert_intermediate_size=4),
+    ),
+    "qwen3_next": Reference(
+        QWEN3_MOE | DELTA | {"model_type": "qwen3_next", "shared_expert_intermediate_size": 24},
+        _qwen3_next,
+        spares=("embed", "head"),
+        ties=False,
+        small=dict(num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=4, **SMALL_DELTA),
     ),
     "qwen3": Reference(DENSE | {"model_type": "qwen3"}, _qwen3),
     "llama": Reference(DENSE | {"model_type": "llama"}, _llama),

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from megastream.convert.forms import Options
+from megastream.convert.run import convert
 from megastream.convert.types import ConvertError
 from megastream.families import FAMILIES, load_shape
 from tests.helpers.convert_models import converted, difference, tensors_of, write_family
@@ -15,6 +18,8 @@ FEW = ("deepseek_v3",)
 """With the default tests; the two Qwens stand in other tests."""
 NO_TORCH_DIST = ("gpt_oss",)
 """Interleaved rows of w1 and w3: Megatron's boxes cannot be cut from them."""
+NO_TRAINER = ("qwen3_next",)
+"""Megatron computes with other values."""
 PARAMS = [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in sorted(FAMILIES)]
 
 
@@ -23,11 +28,11 @@ def test_all_forms_of_a_family(tmp_path: Path, name: str) -> None:
     source = write_family(tmp_path / "hf", name)
     parted = load_shape(source).num_experts > 0
     trainer, engine = ("tp2 etp1 ep2 pp3", "tp2 ep2 pp2") if parted else ("tp2 pp3", "tp2 pp2")
-    ranks = converted(source, tmp_path / "ranks", "mp_rank", to_layout=trainer)
-    state = converted(ranks, tmp_path / "state", "sharded_state", to_layout=engine)
-    folders = [ranks, state]
-    if name in NO_TORCH_DIST:
-        with pytest.raises(ConvertError, match="no torch_dist form here; use hf, mp_rank or sharded_state"):
+    folders = [] if name in NO_TRAINER else [converted(source, tmp_path / "ranks", "mp_rank", to_layout=trainer)]
+    state = converted([source, *folders][-1], tmp_path / "state", "sharded_state", to_layout=engine)
+    folders.append(state)
+    if name in (*NO_TORCH_DIST, *NO_TRAINER):
+        with pytest.raises(ConvertError, match="no torch_dist form here"):
             converted(state, tmp_path / "dist", "torch_dist")
     else:
         folders.append(converted(state, tmp_path / "dist", "torch_dist"))
@@ -35,6 +40,20 @@ def test_all_forms_of_a_family(tmp_path: Path, name: str) -> None:
     assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     for folder in folders:
         assert difference(folder, source) is None
+
+
+def test_layers_for_speculative_decoding_are_left_out_by_name(tmp_path: Path) -> None:
+    """As transformers and vLLM read them, but said; any other unknown tensor is refused."""
+    source = write_family(tmp_path / "hf", "qwen3_next")
+    plain = converted(source, tmp_path / "plain")
+    for number, name in enumerate(("mtp.fc.weight", "mtq.fc.weight")):
+        save_file({name: torch.ones(2, 2)}, source / f"more-{number}.safetensors")
+        if number == 0:
+            done = convert(source, tmp_path / "one", Options(), lambda done, total: None)
+            assert done.left_out == ("mtp.fc.weight",) and done.num_tensors == len(tensors_of(plain))
+            assert (tmp_path / "one" / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+    with pytest.raises(ConvertError, match="mtq.fc.weight is no tensor of this qwen3_next"):
+        converted(source, tmp_path / "other")
 
 
 def test_what_a_side_keeps_in_fp32_is_fp32_there(tmp_path: Path) -> None:

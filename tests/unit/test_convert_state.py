@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megastream.convert.types import ConvertError
 from megastream.families import FAMILIES
-from tests.helpers.convert_models import converted, difference, write_hf
+from tests.helpers.convert_models import converted, difference, write_family, write_hf
 from tests.helpers.layout_reference import tiny
 
 SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
@@ -24,6 +24,12 @@ NAMES = {
         "mlp.shared_expert.down_proj.weight": "mlp.experts._shared_experts._layer.down_proj.weight",
         "mlp.shared_expert_gate.weight": "mlp.experts._shared_experts._layer.expert_gate.weight",
         "mlp.gate.weight": "mlp.gate.weight",
+    },
+    "qwen3_next": {
+        "linear_attn.A_log": "linear_attn.A_log",
+        "mlp.gate.weight": "mlp.experts.gate.weight",
+        "mlp.shared_expert.down_proj.weight": "mlp.experts._shared_experts._layer.down_proj.weight",
+        "mlp.shared_expert_gate.weight": "mlp.experts._shared_experts._layer.expert_gate.weight",
     },
     "glm4_moe": {
         "mlp.gate.e_score_correction_bias": "mlp.experts.routed_experts.e_score_correction_bias",
@@ -60,6 +66,16 @@ def test_files_have_vllm_s_names_and_scales(tmp_path: Path) -> None:
     assert sorted(scales) == sorted(f"model.layers.1.self_attn.attn.{name}" for name in SCALES)
     assert all(tensor.shape == () and tensor.dtype == torch.float32 and tensor == 1 for tensor in scales.values())
     assert difference(state, source) is None
+
+
+def test_layers_without_attention_have_no_scales(tmp_path: Path) -> None:
+    source = write_family(tmp_path / "hf", "qwen3_next")
+    state = converted(source, tmp_path / "state", "sharded_state", to_layout="tp1")
+    held = load_file(state / "model-rank-0-part-0.safetensors")
+    scales = {name for name in held if name.endswith(SCALES)}
+    assert scales == {f"model.layers.1.self_attn.attn.{name}" for name in SCALES}
+    assert held["model.layers.0.linear_attn.A_log"].dtype == torch.float32
+    assert held["model.layers.0.linear_attn.dt_bias"].dtype == torch.bfloat16
 
 
 def test_the_names_of_our_tables_are_read_too(tmp_path: Path) -> None:

@@ -14,10 +14,13 @@ from safetensors.numpy import load_file, save_file
 
 from megastream.convert.types import ConvertError
 from megastream.families import FAMILIES, load_shape
+from megastream.families.refused import refused
 from megastream.layout.box import Box
 from megastream.layout.mesh import parse_engine_mesh, parse_trainer_mesh
-from megastream.layout.shard import RankLayout
+from megastream.layout.shard import RankLayout, TensorSpec
 from megastream.layout.synthetic import engine_layouts, trainer_layouts
+from megastream.trainer.compat import UnsupportedTrainer
+from megastream.trainer.refusals import refuse_family
 from tests.helpers.convert_models import converted
 from tests.helpers.layout_reference import Model, awkward, tiny
 from tests.helpers.layout_world import differing, make_world
@@ -42,6 +45,8 @@ VARIANTS = [
     ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
     ("glm4_moe", {"n_shared_experts": 0}),
     ("deepseek_v3", {"q_lora_rank": None}),  # Moonlight
+    ("qwen3_next", {"mlp_only_layers": (1,)}),
+    ("qwen3_next", {"layer_types": ["full_attention", "linear_attention", "linear_attention"]}),
 ]
 
 
@@ -55,6 +60,12 @@ def test_what_a_config_switches_off_is_not_there(family: str, changes: dict) -> 
 
 def test_kimi_k2_is_a_deepseek_v3() -> None:
     assert load_shape(REFERENCES["deepseek_v3"].config(model_type="kimi_k2")).family == "deepseek_v3"
+
+
+def test_qwen3_5_moe_is_refused_by_name() -> None:
+    """Its files differ from Qwen3-Next's in names and layout."""
+    with pytest.raises(ValueError, match="model family qwen3_5_moe has no table; known families: deepseek_v3"):
+        load_shape(REFERENCES["qwen3_next"].config(model_type="qwen3_5_moe"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,6 +103,8 @@ def test_every_family_is_converted_there_and_back(family: str, tmp_path: Path) -
     save_file(model.tensors, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps(model.raw))
     for form, layout, options in FORMS:
+        if model.family.trainer_differs and form in ("torch_dist", "mp_rank"):
+            continue  # refused: see below
         there, back = tmp_path / form, tmp_path / f"{form}-back"
         if (family, form) == ("gpt_oss", "torch_dist"):
             with pytest.raises(ConvertError, match="gpt_oss has no torch_dist form here; use hf, mp_rank or"):
@@ -114,11 +127,60 @@ def test_every_family_is_converted_there_and_back(family: str, tmp_path: Path) -
         ("glm4_moe", {"n_routed_experts": None}, "n_routed_experts is None; expected a whole number"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; deepseek_v3 has a table for 'noaux_tc'"),
         ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be at least 1"),
+        ("qwen3_next", {"tie_word_embeddings": True}, "tie_word_embeddings is True; qwen3_next has a table for False"),
+        ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate is False; qwen3_next has a table for True"),
+        ("qwen3_next", {"linear_num_value_heads": 20}, "linear_num_value_heads is 20, which linear_num_key_heads = 8"),
+        ("qwen3_next", {"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is None; expected a whole number"),
+        ("qwen3_next", {"layer_types": ["full_attention"]}, r"layer_types is \['full_attention'\]; expected"),
     ],
 )
 def test_configs_without_a_table_are_refused_by_field(family: str, changes: dict, words: str) -> None:
     with pytest.raises(ValueError, match=f"config.json field {words}"):
         load_shape(REFERENCES[family].config(**changes))
+
+
+def test_a_delta_net_s_decay_is_fp32_where_vllm_keeps_it_so() -> None:
+    """A_log, in files too; dt_bias is the model's type everywhere."""
+    model = Model(REFERENCES["qwen3_next"].config(torch_dtype="bfloat16"))
+    types = {name: (spec.dtype, *model.family.dtypes(name, model.shape)) for name, spec in specs_of(model).items()}
+    assert {name.rpartition(".")[2] for name, found in types.items() if "float32" in found} == {"A_log"}
+    assert types["model.layers.0.linear_attn.A_log"] == ("float32", "bfloat16", "float32")
+    (layout,) = engine_layouts(model.family, model.shape, parse_engine_mesh("tp1"))
+    dtypes = {spec.name: spec.dtype for spec in layout.buffers}
+    assert dtypes["model.layers.0.linear_attn.A_log"] == "float32"
+    assert dtypes["model.layers.0.linear_attn.dt_bias"] == "bfloat16"
+
+
+def specs_of(model: Model) -> dict[str, TensorSpec]:
+    return {spec.name: spec for spec in model.family.tensors(model.shape)}
+
+
+@pytest.mark.parametrize(("form", "layout"), [("torch_dist", None), ("mp_rank", "tp2")])
+def test_forms_of_a_trainer_that_computes_with_other_values_are_refused(
+    form: str, layout: str | None, tmp_path: Path
+) -> None:
+    """To be written and, before anything else is said of them, to be read."""
+    model, source = tiny("qwen3_next", False), tmp_path / "source"
+    source.mkdir()
+    save_file(model.tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(model.raw))
+    words = f"qwen3_next has no {form} form here: Megatron keeps the norm behind a gated delta net less 1"
+    with pytest.raises(ConvertError, match=words):
+        converted(source, tmp_path / "there", form, to_layout=layout)
+    stored = tmp_path / "stored" / (".metadata" if form == "torch_dist" else "mp_rank_00/model_optim_rng.pt")
+    stored.parent.mkdir(parents=True)
+    stored.touch()
+    with pytest.raises(ConvertError, match=words):
+        converted(tmp_path / "stored", tmp_path / "back", "hf", config=source / "config.json")
+
+
+def test_a_trainer_that_computes_with_other_values_is_refused() -> None:
+    """Before anything is asked of the model; and a plan, which counts bytes, says so."""
+    model = tiny("qwen3_next", False)
+    with pytest.raises(UnsupportedTrainer, match="qwen3_next is not supported: Megatron keeps the norm behind a gated"):
+        refuse_family(model.family)
+    assert ["a Megatron trainer" in found.why for found in refused(model.shape)] == [True]
+    assert refuse_family(tiny("qwen3_moe", False).family) is None
 
 
 @pytest.mark.parametrize(("family", "tensors"), [("glm4_moe", 5), ("deepseek_v3", 5)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 import numpy as np
@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 
 from megastream.layout.box import Box
 from megastream.layout.pack import flat_boxes, row_major_strides
+from megastream.layout.placing import Cut, Fused, Placed
 from megastream.layout.rules import (
-    Cut,
-    Fused,
     column,
-    concat_qkv,
     gated,
-    grouped_qkv,
     latent,
     row,
     same,
@@ -26,6 +23,15 @@ from megastream.layout.rules import (
     stack_gated,
     stack_interleaved,
     vocab,
+)
+from megastream.layout.rules_attention import (
+    concat_gated_qkv,
+    concat_qkv,
+    grouped_gated_qkv,
+    grouped_qkv,
+    groups,
+    sections,
+    ungrouped,
 )
 from megastream.layout.shard import TensorSpec
 from megastream.layout.wire import decode_layout, encode_layout
@@ -100,6 +106,41 @@ def test_grouped_qkv_begins_each_group_with_its_query_heads() -> None:
     assert all(a.origin[0] + a.box.shape[0] == b.origin[0] for a, b in pairwise(regions))
 
 
+def rows_of(placed: Placed) -> list[tuple[str, int, int]]:
+    """(tensor, first row, end) of each region, which lie one behind the other."""
+    at = [region.origin[0] for region in placed.regions]
+    assert at == list(accumulate([r.box.shape[0] for r in placed.regions[:-1]], initial=0))
+    return [(r.tensor.name, r.box.lo[0], r.box.hi[0]) for r in placed.regions]
+
+
+GATED_QKV = replace(QKV, tensors=(spec("q", 128, 48), spec("k", 16, 48), spec("v", 16, 48)))
+
+
+def test_gates_stand_behind_the_group_s_query_heads_or_each_behind_its_own() -> None:
+    """8 query heads of 8 rows, each with 8 rows of gate, 2 groups: the second of two ranks has heads 4 to 7."""
+    queries, gates = ([("q", 64 + 16 * head + at, 64 + 16 * head + at + 8) for head in range(4)] for at in (0, 8))
+    trainer, engine = (rule(GATED_QKV, Cut("tp", 1, 2)) for rule in (grouped_gated_qkv, concat_gated_qkv))
+    assert rows_of(trainer) == [*queries, *gates, ("k", 8, 16), ("v", 8, 16)]
+    assert rows_of(engine) == [("q", 64, 128), ("k", 8, 16), ("v", 8, 16)]
+    assert trainer.shape == engine.shape == (80, 48)
+
+
+def test_groups_are_taken_apart_or_stay_together() -> None:
+    """4 groups, each 2 rows of q, 1 of k, 3 of v; in a second tensor one of b and one of a. The second of two ranks."""
+    tensors, parts = (spec("qkv", 24, 5), spec("ba", 8, 5)), ((2, 1, 3), (1, 1))
+    apart = ungrouped(Fused(tensors, parts=parts), Cut("tp", 1, 2))
+    assert rows_of(apart) == [
+        *[("qkv", 12, 14), ("qkv", 18, 20), ("qkv", 14, 15), ("qkv", 20, 21), ("qkv", 15, 18), ("qkv", 21, 24)],
+        *[("ba", 4, 5), ("ba", 6, 7), ("ba", 5, 6), ("ba", 7, 8)],
+    ]
+    assert rows_of(groups(Fused(tensors[:1], parts=parts[:1]), Cut("tp", 1, 2))) == [("qkv", 12, 24)]
+
+
+def test_sections_are_cut_each_for_itself() -> None:
+    fused = Fused((spec("conv", 16, 1, 4),), parts=((4, 4, 8),))
+    assert rows_of(sections(fused, Cut("tp", 1, 2))) == [("conv", 2, 4), ("conv", 6, 8), ("conv", 12, 16)]
+
+
 def test_gate_and_up_in_turns_become_two_halves() -> None:
     """L07: expert 1 of [2 experts, 3 in, 4 ffn, gate or up]; the second of two ranks has ffn 2 and 3."""
     fused = Fused((spec("gate_up", 2, 3, 4, 2),), expert=1)
@@ -150,6 +191,10 @@ def test_one_tensor_cut_by_rows_is_the_same_under_three_rules() -> None:
             3,
             "multiple of 2",
         ),
+        (concat_gated_qkv, GATED_QKV, 16, "query heads of q: 8 does not divide by tp=16"),
+        (groups, Fused((spec("qkvz", 24, 5),), parts=((2, 4),)), 8, "groups of qkvz: 4 does not divide by tp=8"),
+        (ungrouped, Fused((spec("qkvz", 24, 5),), parts=((2, 4),)), 8, "groups of qkvz: 4 does not divide by tp=8"),
+        (sections, Fused((spec("conv", 12, 4),), parts=((4, 8),)), 8, "a part of conv: 4 does not divide by tp=8"),
     ],
 )
 def test_cuts_that_do_not_divide_name_axis_and_numbers(rule, fused: Fused, size: int, words: str) -> None:

@@ -34,8 +34,9 @@ PARAMETERS = {
     "Mixtral-8x22B": 140_620_634_112,
     "Qwen3-235B-A22B": 235_093_634_560,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-Next-80B-A3B": 79_674_391_296,
 }
-"""Added up by hand from the fields: embedding and head, attention, norms, router (and its bias), experts."""
+"""Added up by hand from the fields: embedding and head, attention or delta net, norms, router and its bias, experts."""
 
 UNIT = {"T": 1e12, "B": 1e9, "M": 1e6}
 

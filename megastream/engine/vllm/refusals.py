@@ -34,6 +34,11 @@ def refuse_config(vllm_config: Any) -> None:
             "latent attention (MLA) computes with matrices that are derived from kv_b_proj after loading",
             "such a model can be planned and converted, not streamed",
         ),
+        (
+            model.is_hybrid,
+            "requests have recurrent states, and what the kv policies make of those is not known",
+            "such a model can be planned and converted, not streamed",
+        ),
         (model.enable_sleep_mode, "sleep mode drops weights", "leave out --enable-sleep-mode"),
     )
     for refused, what, remedy in refusals:
