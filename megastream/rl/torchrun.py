@@ -14,14 +14,18 @@ import os
 import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megastream.protocol.control import ControlError
 from megastream.rl.children import PR_SET_PDEATHSIG
 from megastream.rl.train_config import ConfigError, TrainConfig, load_train_config
 from megastream.sync import SyncError
 from megastream.trainer.agreement import AgreedError
+
+if TYPE_CHECKING:
+    from megastream.rl.place import Place
 
 FAILED, REFUSED = 1, 2
 _NODE = "MEGASTREAM_NODE_FOLDER"
@@ -41,22 +45,19 @@ def run_train(path: Path) -> int:
 
 
 def run_rank(path: Path) -> int:
-    """One rank, at the place that torchrun's environment names. Errors of all ranks are said by rank 0 only.
-
-    Before the ranks have met, the one that is first of its node speaks: a file may be missing on one node alone.
-    """
+    """One rank, at the place that torchrun's environment names. What all ranks raise is said once."""
     # A launcher that is killed leaves nothing behind, and one that is interrupted speaks for its ranks.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    import torch.distributed as dist
-
-    from megastream.rl.train_run import Place, train
+    from megastream.rl.place import Place
+    from megastream.rl.train_run import train
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = Place(rank, ranks, "env://")
     try:
-        train(load_train_config(path), Place(rank, ranks, "env://"))
-    except (AgreedError, ConfigError) as error:
-        if _is_first() if not dist.is_initialized() else rank == 0:
+        train(_config_of(path, place), place)
+    except AgreedError as error:
+        if _speaks(rank):
             print(f"megastream: {error}", file=sys.stderr)
         return FAILED
     except (SyncError, ControlError, TimeoutError, ValueError, OSError, RuntimeError) as error:
@@ -65,11 +66,26 @@ def run_rank(path: Path) -> int:
     return 0
 
 
-def _is_first() -> bool:
-    """Whether no other rank of this node has failed yet: torchrun ends the slower ones before they can speak."""
+def _config_of(path: Path, place: Place) -> TrainConfig:
+    """AgreedError on all ranks when the file is wrong here; ConfigError when they do not come to hear it."""
+    try:
+        return load_train_config(path)
+    except ConfigError as error:
+        with suppress(RuntimeError):  # what torch.distributed raises where nobody comes
+            place.refuse(str(error))
+        raise
+
+
+def _speaks(rank: int) -> bool:
+    """Whether this rank says what all of them raise: the first of the first node that comes to it.
+
+    torchrun ends the slower ones, rank 0 perhaps, before they can speak.
+    """
     folder = os.environ.get(_NODE)
     if folder is None:  # another launcher than ours
-        return os.environ["LOCAL_RANK"] == "0"
+        return rank == 0
+    if os.environ["GROUP_RANK"] != "0":
+        return False
     try:
         Path(folder, "failed").touch(exist_ok=False)
     except FileExistsError:

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megastream.families import family_of, load_shape
+from megastream.families.types import ModelShape
 from megastream.rl.facts import Position, facts_of, layout_of
 from megastream.rl.job import LineLog
+from megastream.rl.place import Place
 from megastream.rl.rows import Rows
 from megastream.rl.schedule import learning_rate
 from megastream.rl.start_lines import print_start
@@ -25,20 +27,12 @@ from megastream.trainer.adapter import MegatronAdapter, mesh_coords
 from megastream.trainer.agreement import AgreedError, gather, together
 from megastream.trainer.checkpoint import Checkpointer
 from megastream.trainer.checkpoint_types import CheckpointSettings, Resumed, Saved
-from megastream.trainer.config import check_layout
-from megastream.trainer.model import TokenBatch, build, start_process_group, train_step
+from megastream.trainer.compat import check_version
+from megastream.trainer.config import TrainerConfig, check_layout
+from megastream.trainer.model import TokenBatch, build, start_mesh, train_step
 from megastream.trainer.stepper import StepResult
 
 LOG_FILE = "train.jsonl"
-
-
-@dataclass(frozen=True)
-class Place:
-    """One rank of a trainer, and where the ranks meet: an `init_method` of torch.distributed."""
-
-    rank: int
-    world_size: int
-    init_method: str
 
 
 @dataclass
@@ -97,24 +91,11 @@ def train(config: TrainConfig, place: Place) -> None:
 
 def start(config: TrainConfig, place: Place) -> Trainer:
     """Model, optimizer and data of this rank, still with random weights. Collective."""
-    if place.world_size != config.ranks:
-        raise AgreedError(
-            f"{place.world_size} ranks were started, the file's rendezvous has {config.ranks}; make the two equal"
-        )
     torch.set_num_threads(1)
-    try:
-        shape = load_shape(Path(config.weights))
-        settings = config.trainer(shape)
-        check_layout(settings, place.world_size)
-    except (ValueError, OSError) as error:
-        raise AgreedError(f"weights {config.weights}: {error}") from error
-    start_process_group(
-        settings,
-        rank=place.rank,
-        world_size=place.world_size,
-        init_method=place.init_method,
-        deadline_s=config.group_s,
-    )
+    place.meet(config.group_s)
+    with together(ValueError, OSError):
+        shape, settings = _model_of(config, place)
+    start_mesh(settings, deadline_s=config.group_s)
     with together(ValueError, OSError):
         rows = Rows(Path(config.data.file), config.data.seq_length, shape.vocab, config.run.seed)
         rows.check(place.rank, place.world_size)
@@ -140,6 +121,22 @@ def start(config: TrainConfig, place: Place) -> Trainer:
     return Trainer(
         config, launch, rows, chunks, optimizer, adapter, _checkpointer(config, chunks, optimizer, launch, facts), lines
     )
+
+
+def _model_of(config: TrainConfig, place: Place) -> tuple[ModelShape, TrainerConfig]:
+    """ValueError says what of it is wrong on this rank: its node may have other files than the next one."""
+    if place.world_size != config.ranks:
+        raise ValueError(
+            f"{place.world_size} ranks were started, the file's rendezvous has {config.ranks}; make the two equal"
+        )
+    check_version()
+    try:
+        shape = load_shape(Path(config.weights))
+        settings = config.trainer(shape)
+        check_layout(settings, place.world_size)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"weights {config.weights}: {error}") from error
+    return shape, settings
 
 
 def _checkpointer(

@@ -33,19 +33,35 @@ def start_process_group(
     config: TrainerConfig, *, rank: int, world_size: int, init_method: str, deadline_s: float
 ) -> str:
     """Joins the trainer's own process group and megatron's mesh; returns the device type. Collective, blocking."""
-    from megatron.core import parallel_state
-
     check_layout(config, world_size)
-    device = compat.install()
-    if device == "cuda":
+    compat.check_version()
+    meet(rank=rank, world_size=world_size, init_method=init_method, deadline_s=deadline_s)
+    return start_mesh(config, deadline_s=deadline_s)
+
+
+def meet(*, rank: int, world_size: int, init_method: str, deadline_s: float) -> None:
+    """Joins the trainer's own process group: from here on what is wrong on one rank can be the word of all of them.
+
+    It knows nothing of the model, so that ranks can meet before they look at anything. Collective; blocks for
+    `deadline_s` at most, which is also the deadline of every later collective.
+    """
+    on_cuda = torch.cuda.is_available()
+    if on_cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "nccl" if on_cuda else "gloo",
         init_method=init_method,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=deadline_s),
     )
+
+
+def start_mesh(config: TrainerConfig, *, deadline_s: float) -> str:
+    """Megatron's mesh over the ranks that have met; returns the device type. Collective, blocking."""
+    from megatron.core import parallel_state
+
+    device = compat.install()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,

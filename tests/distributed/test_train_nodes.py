@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from megastream.rl.torchrun import run_train
 from tests.helpers.small_run import ROOT, wait_for
-from tests.helpers.train_job import STEPS, job, lines, run, trace, whole_checkpoints, write_config, write_files
+from tests.helpers.train_job import STEPS, begin, job, lines, run, trace, whole_checkpoints, write_config, write_files
 
 END_S = 200.0
 
@@ -131,20 +132,56 @@ def test_an_interrupted_launcher_speaks_for_its_ranks_and_leaves_nothing(
     assert list(temporary.iterdir()) == []
 
 
+def refusals(ends: list[tuple[int, list[str]]]) -> list[str]:
+    """What ranks said, on all nodes; every launcher has failed."""
+    assert all(code == 1 for code, _ in ends), ends
+    return [line for _, spoken in ends for line in spoken if "ended first" not in line]
+
+
 @pytest.mark.full
-def test_what_all_ranks_refuse_is_said_once_also_when_rank_0_is_the_slowest(tmp_path: Path) -> None:
+def test_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
     write_files(tmp_path)
-    path = tmp_path / "train.yaml"
-    launchers = nodes(tmp_path, 1, layout__stage_layers=[1, 1])
-    wait_for("four ranks", lambda: len(rank_processes(path)) == 4, 60)
-    slow = next(pid for pid in rank_processes(path) if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(slow, signal.SIGSTOP)
-    try:
-        wait_for("another rank to end", lambda: len(rank_processes(path)) < 4, 60)
-    finally:
-        os.kill(slow, signal.SIGCONT)
-    ((code, spoken),) = end(launchers)
-    assert code == 1 and sum("stage_layers" in line for line in spoken) == 1, spoken
+    (line,) = refusals(end(nodes(tmp_path, layout__stage_layers=[1, 1])))
+    assert "stage_layers=[1, 1] has 2 layers, the model 4" in line and "trainer rank" not in line
+
+
+@pytest.mark.full
+def test_weights_that_one_node_alone_has_not_end_both(tmp_path: Path) -> None:
+    """The other one's ranks would wait for it for longer than this test does."""
+    write_files(tmp_path)
+    meeting = {"nodes": 2, "ranks_per_node": 2, "address": free_address()}
+    raw = job(tmp_path, rendezvous=meeting, deadlines__step_s=4 * END_S)
+    (tmp_path / "other").mkdir()
+    paths = [
+        write_config(tmp_path, raw),
+        write_config(tmp_path / "other", {**raw, "weights": f"{tmp_path}/not-here"}),
+    ]
+    (line,) = refusals(end([start(path) for path in paths]))
+    assert f"weights {tmp_path}/not-here: " in line
+    assert lines(tmp_path) == [] and not any(rank_processes(path) for path in paths)
+
+
+def _wrong_file_body(rank: int, world_size: int, init_method: str, raw: dict[str, Any]) -> None:
+    """As another launcher starts ranks: each of them reads the file of its own node."""
+    host, port = raw["rendezvous"]["address"].split(":")
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=port)
+    folder = Path(raw["run"]["folder"]).parent / f"node{rank}"
+    folder.mkdir()
+    code = run_train(write_config(folder, {**raw, "weigths": "here"} if rank == 1 else raw))
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@pytest.mark.full
+def test_a_file_that_is_wrong_on_one_node_alone_ends_both(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    two = {"ranks_per_node": 2, "address": free_address()}
+    raw = job(tmp_path, rendezvous=two, layout__pp=1, deadlines__step_s=4 * END_S)
+    codes = begin(raw, tmp_path / "ranks", 2, _wrong_file_body).wait(100)
+    said = [(tmp_path / "ranks" / f"{rank}.log").read_text() for rank in range(2)]
+    assert codes == [1, 1], said
+    spoken = [line for each in said for line in each.splitlines() if line.startswith("megastream: ")]
+    assert len(spoken) == 1 and "trainer rank 1: " in spoken[0] and "weigths" in spoken[0], said
 
 
 @pytest.mark.full

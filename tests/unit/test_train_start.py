@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from megastream.rl import streaming, train_run
+from megastream.rl import streaming, torchrun, train_run
 from megastream.rl.job import LineLog
 from megastream.rl.start_lines import print_start
 from megastream.rl.streaming import Streaming
+from megastream.rl.torchrun import run_train
 from megastream.rl.train_config import parse_train_config
 from megastream.rl.train_run import Place, Trainer
 from megastream.rl.watermark import BLOCK, Watermark
@@ -23,7 +24,7 @@ from megastream.trainer.agreement import AgreedError
 from megastream.trainer.checkpoint_types import Resumed
 from megastream.trainer.stepper import StepResult
 from tests.helpers.memory_log import MemoryLog, MemoryStore
-from tests.helpers.train_job import STEPS, job, write_files
+from tests.helpers.train_job import STEPS, job, write_config, write_files
 
 
 class Checkpoints:
@@ -192,7 +193,8 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """No process group: rank 0 of 1. What it would have been started with."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(agreement, "gather", lambda mine: [mine])
-    monkeypatch.setattr(train_run, "start_process_group", lambda settings, **kwargs: given.update(kwargs))
+    monkeypatch.setattr(Place, "meet", lambda place, deadline_s: given.update(met_s=deadline_s))
+    monkeypatch.setattr(train_run, "start_mesh", lambda settings, **kwargs: given.update(kwargs))
     return given
 
 
@@ -263,7 +265,44 @@ def test_what_megatron_asserts_is_everybodys_word(
     monkeypatch.setattr(train_run, "build", build)
     with pytest.raises(AgreedError, match="^megatron does not like this setting$"):
         start(tmp_path)
-    assert one_rank["deadline_s"] == 60 + 500, "a step, behind the longest that one rank may wait alone"
+    assert one_rank["met_s"] == one_rank["deadline_s"] == 60 + 500, (
+        "a step, behind the longest that one rank may wait alone"
+    )
+
+
+def test_missing_weights_are_said_behind_the_meeting(tmp_path: Path, one_rank: dict[str, Any]) -> None:
+    """On one node alone they would else end that one, and the others would wait for it."""
+    with pytest.raises(AgreedError, match=f"^weights {tmp_path}/weights: "):
+        start(tmp_path)
+    assert "met_s" in one_rank and "deadline_s" not in one_rank
+
+
+def test_what_all_ranks_raise_is_said_by_one_of_the_first_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By whoever comes to it first: torchrun ends the slower ones, and rank 0 may be one of them."""
+
+    def train(*args: Any) -> None:
+        raise AgreedError("not so")
+
+    monkeypatch.setattr(train_run, "train", train)
+    monkeypatch.setattr(torchrun.signal, "signal", lambda *args: None)
+    monkeypatch.setattr(torchrun.ctypes, "CDLL", lambda name: SimpleNamespace(prctl=lambda *args: None))
+    path = write_config(tmp_path, job(tmp_path))
+
+    def said(rank: int, node: int, folder: Path | None) -> str:
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "GROUP_RANK": node}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.delenv(torchrun._NODE, raising=False)
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+            monkeypatch.setenv(torchrun._NODE, str(folder))
+        assert run_train(path) == torchrun.FAILED
+        return capsys.readouterr().err
+
+    line, one, other = "megastream: not so\n", tmp_path / "one", tmp_path / "other"
+    assert [said(3, 1, other), said(1, 0, one), said(0, 0, one), said(2, 1, other)] == ["", line, "", ""]
+    assert [said(rank, rank // 2, None) for rank in (1, 2, 0)] == ["", "", line], "another launcher has no such folder"
 
 
 def test_data_of_another_vocabulary_is_refused_before_the_first_step(
