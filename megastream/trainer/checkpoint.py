@@ -30,9 +30,9 @@ import torch.distributed as dist
 from megastream.trainer import compat, compat_checkpoint
 from megastream.trainer.agreement import AgreedError, gather, raise_first, together
 from megastream.trainer.checkpoint_folder import CheckpointError, CheckpointFolder, Manifest, faults, measure, reading
-from megastream.trainer.checkpoint_index import index_faults
+from megastream.trainer.checkpoint_index import index_faults, write_names
 from megastream.trainer.checkpoint_pending import PendingSave
-from megastream.trainer.checkpoint_state import describe, snapshot
+from megastream.trainer.checkpoint_state import describe, snapshot, tensor_names
 from megastream.trainer.checkpoint_types import CheckpointSettings, Resumed, Saved, mismatch
 
 _POLL_S = 0.01
@@ -89,10 +89,14 @@ class Checkpointer:
         compat_checkpoint.allocate_moments(self._optimizer)
         with together(*compat_checkpoint.loading_errors()):
             parts = describe(self._chunks, self._optimizer)
+            names = tensor_names(parts)
             snapshot(parts)
+        names = set().union(*gather(names))
         parts |= {"iteration": step, "train_state": state, "random": gather(compat_checkpoint.random_states())}
         with self._writing(step):
             planned = compat_checkpoint.plan_save(parts, folder)
+            if self._rank == 0:
+                write_names(folder, names)
         manifest = Manifest(
             step, self._facts, {**state, "adam_step": adam_step}, layout=self._layout, libraries=_libraries()
         )

@@ -30,6 +30,12 @@ def describe(chunks: Sequence[Any], optimizer: Any | None) -> dict[str, Any]:
     return state
 
 
+def tensor_names(state: dict[str, Any]) -> set[str]:
+    """The keys under which megatron saves the tensors of `describe`, also of those that another rank writes."""
+    entries = (entry for part in state.values() for entry in part.values() if torch.is_tensor(entry.data))
+    return {leaf.key for entry in entries for leaf in _leaves(entry)}
+
+
 def snapshot(state: dict[str, Any]) -> None:
     """Replaces every tensor that this rank will write by a copy on the CPU, in place.
 

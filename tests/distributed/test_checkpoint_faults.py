@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megastream.trainer.agreement import AgreedError
 from megastream.trainer.checkpoint_folder import Manifest, measure
+from megastream.trainer.checkpoint_index import NAMES
 from megastream.trainer.compat_checkpoint import PlannedSave
 from megastream.trainer.config import TrainerConfig
 from tests.distributed.test_checkpoint import checkpointer, start, writing_held_back
@@ -113,32 +114,62 @@ def tamper(path: Path) -> None:
     index.write_bytes(pickle.dumps(metadata))
 
 
+def forget(path: Path) -> None:
+    """The index forgets one tensor, whose bytes lie in a file that others name."""
+    index = path / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    name = next(key for key in metadata.state_dict_metadata if ".exp_avg." in key)
+    del metadata.state_dict_metadata[name]
+    places = {key: place for key, place in metadata.storage_data.items() if key.fqn != name}
+    files = {place.relative_path for place in metadata.storage_data.values()}
+    assert files == {place.relative_path for place in places.values()}
+    index.write_bytes(pickle.dumps(replace(metadata, storage_data=places)))
+
+
+def spoil_index(path: Path) -> None:
+    (path / ".metadata").write_bytes(b"no index")
+
+
+def measured_anew(path: Path, without: str = "") -> None:
+    """As if these files had been published, all but one."""
+    manifest = Manifest.read(path)
+    files = {name: measure(path / name) for name in manifest.files if name != without}
+    replace(manifest, files=files).write(path / "manifest.json")
+
+
 def _index_body(rank: int, world_size: int, init_method: str, config: TrainerConfig, folder: Path) -> list[str]:
     chunks, optimizer, _ = start(config, rank, world_size, init_method)
     checkpoints = checkpointer(chunks, optimizer, config, folder)
     checkpoints.open()
-    publish = PlannedSave.publish_index
+    publish, said = PlannedSave.publish_index, []
 
     def tampering(planned: PlannedSave) -> None:
         publish(planned)
         if rank == 0:
-            tamper(planned.files[0].parent)
+            spoils[len(said)](planned.files[0].parent)
 
     PlannedSave.publish_index = tampering  # type: ignore[method-assign]
-    checkpoints.save(1, {})
-    said = [word(lambda: checkpoints.poll(wait=True))]
+    spoils = (tamper, forget)
+    for step in range(len(spoils)):
+        checkpoints.save(step, {})
+        said.append(word(lambda: checkpoints.poll(wait=True)))
     PlannedSave.publish_index = publish  # type: ignore[method-assign]
     checkpoints.save(2, {})
-    saved = checkpoints.poll(wait=True)
-    assert saved is not None
-    for spoil in (tamper, lambda path: (path / ".metadata").write_bytes(b"no index")):
+    checkpoints.poll(wait=True)
+    path = folder / "step_00000002"
+    index = (path / ".metadata").read_bytes()
+    for spoil in (tamper, forget, spoil_index):
         if rank == 0:
-            spoil(saved.path)
-            manifest = Manifest.read(saved.path)
-            files = {**manifest.files, ".metadata": measure(saved.path / ".metadata")}
-            replace(manifest, files=files).write(saved.path / "manifest.json")
+            (path / ".metadata").write_bytes(index)
+            spoil(path)
+            measured_anew(path)
         dist.barrier()
         said.append(word(checkpoints.load))
+    if rank == 0:
+        (path / ".metadata").write_bytes(index)
+        measured_anew(path, without=NAMES)
+    dist.barrier()
+    assert checkpoints.load() is not None, "an earlier version saved it, and no names"
     checkpoints.close()
     return said
 
@@ -148,7 +179,9 @@ def test_an_index_that_is_not_true_is_neither_published_nor_loaded(tmp_path: Pat
     """Though every file of the checkpoint is there, with the checksum of the manifest."""
     one, other = run_ranks(_index_body, 2, config=tiny_config(layers=2), folder=tmp_path)
     assert one == other
-    assert "the checkpoint of step 1 cannot be written to " in one[0] and "the index holds " in one[0]
-    assert "no checkpoint to load: " in one[1] and "step_00000002: the index holds " in one[1]
-    assert "step_00000002: the index cannot be read (UnpicklingError: " in one[2]
+    assert "the checkpoint of step 0 cannot be written to " in one[0] and "the index holds " in one[0]
+    assert "the checkpoint of step 1 cannot be written to " in one[1] and "the index does not hold " in one[1]
+    assert "no checkpoint to load: " in one[2] and "step_00000002: the index holds " in one[2]
+    assert "step_00000002: the index does not hold optimizer.state.exp_avg." in one[3]
+    assert "step_00000002: the index cannot be read (UnpicklingError: " in one[4]
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
