@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megastream.trainer import buckets, compat_checkpoint, model
+from megastream.trainer import buckets, checkpoint, compat_checkpoint, model
 from megastream.trainer.adapter import mesh_coords
+from megastream.trainer.agreement import AgreedError
 from megastream.trainer.checkpoint import Checkpointer
+from megastream.trainer.checkpoint_folder import CheckpointFolder, Manifest, reading
 from megastream.trainer.checkpoint_types import CheckpointSettings
 from megastream.trainer.compat_checkpoint import PlannedSave
 from megastream.trainer.config import TrainerConfig
@@ -135,6 +138,60 @@ def _resumed(
     trace = [train(config, chunks, optimizer, stepper, step) for step in range(resumed.step, STEPS)]
     found = digest(chunks, optimizer)
     return {"trace": trace, "digest": found, "loaded": loaded, "same_layout": resumed.same_layout, "drawn": drawn}
+
+
+def _pruned_body(
+    rank: int, world_size: int, init_method: str, config: TrainerConfig, folder: Path
+) -> tuple[list[list[str]], str]:
+    """Loads what another training saves and prunes meanwhile: rank 1 does it for that one, rank 0 has the lock."""
+    chunks, optimizer, _ = start(config, rank, world_size, init_method)
+    others = checkpointer(chunks, optimizer, config, folder / "others", keep=3)
+    others.open()
+    for step in (1, 2, 3):
+        others.save(step, {})
+        others.poll(wait=True)
+    others.close()
+    mine = checkpointer(chunks, optimizer, config, folder / "mine")
+    mine.open()
+    removed: list[list[str]] = []
+    load_into = compat_checkpoint.load_into
+
+    def while_pruned(*args: Any) -> Any:
+        if rank == 1:
+            removed.append(CheckpointFolder(folder / "others").prune(3 - len(removed), 3))
+        dist.barrier()
+        return load_into(*args)
+
+    compat_checkpoint.load_into = while_pruned
+    one, two = (folder / "others" / f"step_{step:08d}" for step in (1, 2))
+    for kept in (one, two):  # of three only two are to be kept, then only one
+        assert mine.load(kept) is not None and kept.is_dir()
+        dist.barrier()
+    checkpoint.reading = _released_early
+    said = ""
+    try:
+        mine.load(two)
+    except AgreedError as error:
+        said = str(error)
+    mine.close()
+    return removed, said
+
+
+@contextmanager
+def _released_early(path: Path) -> Iterator[Manifest]:
+    with reading(path) as manifest:
+        pass
+    yield manifest
+
+
+@pytest.mark.full
+def test_what_is_loaded_is_not_pruned_meanwhile(tmp_path: Path) -> None:
+    """It is when the lock on it ends too early, and then the load fails on all ranks."""
+    (_, one), (removed, other) = run_ranks(_pruned_body, 2, config=tiny_config(layers=2), folder=tmp_path)
+    first, second = "step_00000001", "step_00000002"
+    assert removed == [[], [first], [second]]
+    assert one == other and second in one
+    assert [path.name for path in (tmp_path / "others").glob("step_*")] == ["step_00000003"]
 
 
 def _config(tiny: Callable[..., TrainerConfig] = tiny_config, **settings: Any) -> TrainerConfig:
