@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from megastream.trainer import compat_grads, refusals
+from megastream.trainer import compat, compat_grads, refusals
 from megastream.trainer.compat import UnsupportedTrainer
+from megastream.trainer.gpt import transformer_config
+from tests.helpers.tiny import tiny_glm4
 
 MODEL, DDP, OPTIMIZER = "TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"
 ALWAYS = {
@@ -78,6 +80,20 @@ def test_a_setting_is_refused_where_gradients_are_streamed(owner: str, name: str
 def test_a_replayed_graph_is_refused_where_gradients_are_streamed() -> None:
     with pytest.raises(UnsupportedTrainer, match="cuda_graph_impl='local' is not supported with finality 'early'"):
         refuse("early", **{MODEL: {"cuda_graph_impl": "local"}})
+
+
+@pytest.mark.parametrize("setting", [{"cp": 2}, {"mtp_layers": 1}])
+def test_what_was_never_run_on_transformer_engine_is_refused_there(
+    setting: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((name, value),) = setting.items()
+    assert transformer_config(tiny_glm4(**setting), "cpu").num_layers == 4, "elsewhere it is not"
+    monkeypatch.setattr(compat, "has_transformer_engine", lambda: True)
+    assert transformer_config(tiny_glm4(), "cpu").moe_grouped_gemm, "and there nothing else is"
+    with pytest.raises(
+        UnsupportedTrainer, match=f"{name}={value} is not supported with TransformerEngine: .* never run "
+    ):
+        transformer_config(tiny_glm4(**setting), "cpu")
 
 
 def test_routing_by_a_bias_that_no_table_has_is_refused() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megastream.trainer.compat import MainShard, forget_moments
+from megastream.trainer.compat import MainShard, forget_moments, main_shards
+from megastream.trainer.compat_checkpoint import adam_steps, set_adam_steps
 from megastream.trainer.split import SplitStep
 from megastream.trainer.undo import Undo
 
@@ -100,6 +101,67 @@ def test_an_undone_step_leaves_no_trace_also_when_groups_count() -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole[0], undone[0], strict=True))
     assert whole[1] == undone[1] == [4, 4, 4]
     assert not any(torch.equal(a, b) for a, b in zip(whole[0], broken[0], strict=True))
+
+
+def _trainer() -> tuple[Any, list[MainShard]]:
+    """The same as megatron's optimizer has it, so that our walk over its shards finds them."""
+    member, shards = _optimizer()
+    mains = [group["params"] for group in member.optimizer.param_groups]
+    member.model_fp32_groups = member.shard_fp32_groups = mains
+    member.model_float16_groups = member.shard_fp32_from_float16_groups = [[] for _ in mains]
+    span = SimpleNamespace(start=0, end=4)
+    member._get_model_param_range_map = lambda param: {"gbuf_world_in_bucket": span}
+    assert [shard.main for shard in main_shards(member)] == [shard.main for shard in shards]
+    return member, shards
+
+
+def _step(shards: list[MainShard], split: SplitStep, gradient: float) -> None:
+    for subset in ([3, 1], [0], [4, 2]):
+        for index in subset:
+            shards[index].main.grad = torch.full((4,), gradient + index)
+        split.step(shards[0].member, [shards[index] for index in subset])
+
+
+def _steps(member: Any) -> list[int | None]:
+    return [group.get("step") for group in member.optimizer.param_groups]
+
+
+def test_a_checkpoint_of_groups_that_count_holds_the_steps_that_count() -> None:
+    """Not those of a step that was begun and taken back; and whoever loads it goes on with the same bits."""
+    member, shards = _trainer()
+    undo = Undo()
+    assert adam_steps(member) == set(), "never stepped"
+    for step in range(3):
+        undo.save(shards)
+        _step(shards, SplitStep(member), 100.0)  # in the backward, before the norm is known
+        assert adam_steps(member) == ({step} if step else set())
+        undo.restore()
+        split = SplitStep(member)
+        _step(shards, split, float(step))
+        split.finish()
+        undo.forget()
+        assert adam_steps(member) == {step + 1} and _steps(member) == [step + 1] * 3
+    resumed, fresh = _resumed(shards, 3), _resumed(shards, None)
+    for loaded, mine in (resumed, fresh, (member, shards)):
+        split = SplitStep(loaded)
+        _step(mine, split, 3.0)
+        split.finish()
+    assert _steps(resumed[0]) == _steps(member) == [4, 4, 4]
+    assert all(torch.equal(a.main, b.main) for a, b in zip(shards, resumed[1], strict=True))
+    assert not any(torch.equal(a.main, b.main) for a, b in zip(shards, fresh[1], strict=True)), "so the count matters"
+
+
+def _resumed(shards: list[MainShard], count: int | None) -> tuple[Any, list[MainShard]]:
+    """A new process with these masters and moments; without a `count` it begins to count anew."""
+    member, mine = _trainer()
+    for old, new in zip(shards, mine, strict=True):
+        new.main.data.copy_(old.main)
+        moment = old.member.optimizer.state[old.main]["moment"]
+        member.optimizer.state[new.main]["moment"] = moment.clone()
+    if count is not None:
+        set_adam_steps(member, count)
+        assert adam_steps(member) == {count}
+    return member, mine
 
 
 def test_undo_keeps_three_copies_once() -> None:
