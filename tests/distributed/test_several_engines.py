@@ -97,12 +97,14 @@ def test_an_engine_that_stands_still_skips_versions_and_holds_nobody_up(gate: Ga
             if version <= 2:  # b's staging has room for two
                 eventually(lambda version=version: version in whole(b))  # type: ignore[misc]
             openings.append(sync.opening)
+            waits_s[sync.rank] += sync.opening.wait_s
         barrier.wait(10)
         b.core.hold.set()
         sync.finished("done")
 
     barrier, openings, store = threading.Barrier(4), [], MemoryStore()
-    settings = trainer_settings("t", engines=2, lag_s=0.2, slots_per_target=ALL_SLOTS)
+    lag_s, waits_s = 1.0, [0.0] * 4
+    settings = trainer_settings("t", engines=2, lag_s=lag_s, slots_per_target=ALL_SLOTS)
     with engine("tp1 pp2", store=store, name="a") as a, engine("tp2 ep2", gate=gate, store=store, name="b") as b:
         wrong = a.watch() + b.watch()
         assert train(store, body, settings=settings) == [None] * 4
@@ -112,7 +114,8 @@ def test_an_engine_that_stands_still_skips_versions_and_holds_nobody_up(gate: Ga
         assert a.differing(7) == b.differing(7) == wrong == []
     skipped = {opening.version for opening in openings if opening.skipped == ("b",)}
     assert {5, 6, 7} <= skipped and 1 not in skipped
-    assert max(opening.wait_s for opening in openings) >= 0.2, "the first step that it skipped waited for it"
+    assert max(opening.wait_s for opening in openings) >= lag_s, "the first step that it skipped waited for it"
+    assert max(waits_s) < 2 * lag_s, "and that one alone, though it skipped several"
     assert all(opening.withdrawn == () for opening in openings)
 
 
