@@ -7,6 +7,9 @@ Megatron (threads of this process) stream a new version as soon as the last one 
 embedded control plane, and requests go on all the time. Every `--every` updates one line: updates a second, and of
 every process resident memory and open files; their segments in /dev/shm; keys of the control plane, entries of its log.
 
+Behind the last update the same requests go on for --alone-s seconds without any: what a process's memory grows by for a
+token then is no update's doing, and is taken off.
+
 It fails (exit code 1) when, behind the first fifth of the updates, a process's memory grows by more than
 --kib-per-update (fit over all samples), files, segments or keys have become more than they were, a live parameter has
 moved, or a token met two versions or carries the wrong one. The control plane's memory is reported only: its log grows
@@ -24,6 +27,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +49,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
 STREAMS = 6
+ALONE = 20
+"""Samples without updates."""
 SERVERS = ("valkey", "redis")
 CONSOLE = Console(highlight=False)
 
@@ -70,6 +76,7 @@ class Sample:
     segments: int
     keys: int
     log_entries: int
+    tokens: int
 
 
 class CachedTrainer(RevealTrainer):
@@ -115,12 +122,14 @@ class Soak:
         self.segments: set[str] = set()
         """Those in /dev/shm that one of the processes was seen to use, whether or not it uses them still."""
         self.samples: list[Sample] = []
+        self.alone: list[Sample] = []
+        """Without updates, behind the last one."""
         self.traffic = Traffic()
         self.wrong: list[str] = []
         self.begin_s = time.monotonic()
 
-    def sample(self, updates: int) -> None:
-        """One line, and a sample for the judgement."""
+    def sample(self, updates: int) -> Sample:
+        """One line, and what it says."""
         self.segments |= {name for pid in self.names for name in owned.mapped(pid)}
         keys = sorted(self.redis.keys())
         one = Sample(
@@ -131,13 +140,14 @@ class Soak:
             sum((owned.SHM / name).exists() for name in self.segments),
             len(keys),
             sum(self.redis.xlen(key) for key in keys if self.redis.type(key) == b"stream"),
+            self.traffic.totals["tokens"],
         )
-        self.samples.append(one)
         memory = " ".join(f"{kib / 1024:.0f}" for kib in one.kib.values())
         CONSOLE.print(
             f"{updates:5d} updates in {one.seconds:4.0f} s; resident MiB {memory}; files {sum(one.files.values())}; "
-            f"segments {one.segments}; keys {one.keys}, log {one.log_entries}; tokens {self.traffic.totals['tokens']}"
+            f"segments {one.segments}; keys {one.keys}, log {one.log_entries}; tokens {one.tokens}"
         )
+        return one
 
     async def run(self, orders: Orders) -> None:
         """All updates."""
@@ -147,13 +157,16 @@ class Soak:
             for version in range(1, self.options.updates + 1):
                 await asyncio.to_thread(orders.update, version)
                 if version % self.options.every == 0:
-                    self.sample(version)
+                    self.samples.append(self.sample(version))
             after = await self.engine.ranks("feed_addresses")
+            for _ in range(ALONE):
+                await asyncio.sleep(self.options.alone_s / ALONE)
+                self.alone.append(self.sample(version))
         finally:
             self.traffic.ending = True
             await running
         kib_per_update = self.options.kib_per_update
-        self.wrong = grown(self.names, settled(self.samples), kib_per_update)
+        self.wrong = grown(self.names, settled(self.samples), self.alone, kib_per_update)
         self.wrong += moved(before, after) + bad_tokens(self.traffic.totals)
 
 
@@ -162,20 +175,25 @@ def settled(samples: list[Sample]) -> list[Sample]:
     return [one for one in samples if one.updates > samples[-1].updates / 5]
 
 
-def growth(samples: list[Sample], pid: int) -> float:
-    """KiB per update, least squares."""
-    at, kib = [one.updates for one in samples], [one.kib[pid] for one in samples]
-    middle, mean = sum(at) / len(at), sum(kib) / len(kib)
+def growth(samples: list[Sample], alone: list[Sample], pid: int) -> float:
+    """KiB per update, beyond what the tokens of the same time cost without updates; least squares."""
+    per_token = max(slope([one.tokens for one in alone], [one.kib[pid] for one in alone]), 0.0)
+    return slope([one.updates for one in samples], [one.kib[pid] - per_token * one.tokens for one in samples])
+
+
+def slope(at: Sequence[float], values: Sequence[float]) -> float:
+    """Least squares; 0 where nothing was measured, or all of it at one place."""
+    middle, mean = (sum(each) / max(len(at), 1) for each in (at, values))
     spread = sum((x - middle) ** 2 for x in at)
-    return sum((x - middle) * (y - mean) for x, y in zip(at, kib, strict=True)) / spread
+    return sum((x - middle) * (y - mean) for x, y in zip(at, values, strict=True)) / spread if spread else 0.0
 
 
-def grown(names: dict[int, str], samples: list[Sample], kib_per_update: float) -> list[str]:
+def grown(names: dict[int, str], samples: list[Sample], alone: list[Sample], kib_per_update: float) -> list[str]:
     """What became more from the first sample to the last, a line each."""
     wrong = []
     first, last = samples[0], samples[-1]
     for pid, name in names.items():
-        if not name.startswith(SERVERS) and (rate := growth(samples, pid)) > kib_per_update:
+        if not name.startswith(SERVERS) and (rate := growth(samples, alone, pid)) > kib_per_update:
             wrong.append(f"{name} ({pid}) grows by {rate:.2f} KiB per update")
         if last.files[pid] > first.files[pid]:
             wrong.append(f"{name} ({pid}) had {first.files[pid]} files open, and now {last.files[pid]}")
@@ -198,14 +216,17 @@ def bad_tokens(totals: dict[str, int]) -> list[str]:
     return [f"{number} of {tokens} tokens are {key}" for key, number in totals.items() if key != "tokens" and number]
 
 
-def table(names: dict[int, str], samples: list[Sample]) -> Table:
+def table(names: dict[int, str], samples: list[Sample], alone: list[Sample]) -> Table:
     out = Table(title=f"from update {samples[0].updates} to {samples[-1].updates}")
-    for heading in ("process", "resident, first", "last", "KiB per update", "files, first", "last"):
+    for heading in ("process", "resident, first", "last", "KiB per update", "without them", "files, first", "last"):
         out.add_column(heading, justify="left" if heading == "process" else "right")
     first, last = samples[0], samples[-1]
     for pid, name in names.items():
         memory = (f"{one.kib[pid] / 1024:.1f} MiB" for one in (first, last))
-        out.add_row(name, *memory, f"{growth(samples, pid):.2f}", str(first.files[pid]), str(last.files[pid]))
+        files = (str(one.files[pid]) for one in (first, last))
+        per_update = slope([one.updates for one in samples], [one.kib[pid] for one in samples])
+        beyond = growth(samples, alone, pid)
+        out.add_row(name, *memory, f"{per_update:.2f}", f"{per_update - beyond:.2f}", *files)
     return out
 
 
@@ -225,10 +246,11 @@ def soak(options: argparse.Namespace) -> list[str]:
         finally:
             engine.close()
     wrong = run.wrong + errors
-    CONSOLE.print(table(run.names, settled(run.samples)))
+    CONSOLE.print(table(run.names, settled(run.samples), run.alone))
     if options.json:
         found = {"layout": options.layout, "tokens": run.traffic.totals, "wrong": wrong, "names": run.names}
-        options.json.write_text(json.dumps({**found, "samples": [asdict(one) for one in run.samples]}))
+        samples = {"samples": [asdict(one) for one in run.samples], "alone": [asdict(one) for one in run.alone]}
+        options.json.write_text(json.dumps({**found, **samples}))
     return wrong
 
 
@@ -237,7 +259,8 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=2000)
     parser.add_argument("--layout", choices=LAYOUTS, default="pp2", help="of the engine")
     parser.add_argument("--every", type=int, default=50, help="updates between two samples")
-    parser.add_argument("--kib-per-update", type=float, default=1.0, help="most that a process may grow")
+    parser.add_argument("--kib-per-update", type=float, default=1.0, help="most that it may grow beyond that")
+    parser.add_argument("--alone-s", type=float, default=180.0, help="with requests alone, behind the last update")
     parser.add_argument("--deadline-s", type=float, default=3600.0, help="for all updates")
     parser.add_argument("--json", type=Path, help="write every sample there")
     options = parser.parse_args()

@@ -18,6 +18,7 @@ SAMPLES = [
         segments=5,
         keys=3,
         log_entries=30 * number,
+        tokens=100 * number,
     )
     for number in range(10, 210, 10)
 ]
@@ -25,8 +26,8 @@ SAMPLES = [
 
 def test_noise_a_beginning_and_the_servers_log_are_no_growth() -> None:
     assert [one.updates for one in settled(SAMPLES)] == [*range(50, 210, 10)]
-    assert grown(NAMES, settled(SAMPLES), 1.0) == []
-    assert growth(SAMPLES, 2) == pytest.approx(10)
+    assert grown(NAMES, settled(SAMPLES), [], 1.0) == []
+    assert growth(SAMPLES, [], 2) == pytest.approx(10)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,20 @@ def test_noise_a_beginning_and_the_servers_log_are_no_growth() -> None:
 )
 def test_whatever_grows_is_named(change, words: str) -> None:  # type: ignore[no-untyped-def]
     samples = [replace(one, **change(one.updates)) for one in SAMPLES]
-    assert grown(NAMES, settled(samples), 1.0) == [words]
+    assert grown(NAMES, settled(samples), [], 1.0) == [words]
+
+
+def test_what_tokens_cost_without_updates_is_taken_off() -> None:
+    """2 KiB an update, of which the 100 tokens of an update cost 1.5 also when there is none."""
+    samples = settled([replace(one, kib={1: 5000 + 2 * one.updates}) for one in SAMPLES])
+    alone = [
+        replace(one, kib={1: 9000 + 15 * number}, tokens=50_000 + 1000 * number) for number, one in enumerate(samples)
+    ]
+    assert growth(samples, alone, 1) == pytest.approx(0.5)
+    assert grown({1: "python"}, samples, alone, 0.6) == []
+    assert grown({1: "python"}, samples, alone, 0.4) == ["python (1) grows by 0.50 KiB per update"]
+    freed = [replace(one, kib={1: 9000 - one.tokens}) for one in alone]
+    assert growth(samples, freed, 1) == pytest.approx(2), "memory that is given back hides nothing"
 
 
 def test_what_moves_and_wrong_tokens_are_named() -> None:
