@@ -159,6 +159,7 @@ class Soak:
                 if version % self.options.every == 0:
                     self.samples.append(self.sample(version))
             after = await self.engine.ranks("feed_addresses")
+            orders.end()
             for _ in range(ALONE):
                 await asyncio.sleep(self.options.alone_s / ALONE)
                 self.alone.append(self.sample(version))
