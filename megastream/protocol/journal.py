@@ -12,6 +12,7 @@ from megastream.protocol.control import ControlLog
 from megastream.protocol.follow import Follower
 from megastream.protocol.records import Attach, EngineReady, Failed, Record, TrainerReady
 from megastream.protocol.step_records import Opened, TakenBack, UnderWay, Waiting
+from megastream.protocol.terms import check_alike
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class Journal:
         self.changed = threading.Condition()
         self.num_taken = 0
         self._engines: dict[str, dict[int, EngineReady]] = {}
-        self._trainers: set[int] = set()
+        self._trainers: dict[int, TrainerReady] = {}
         self._ended = ""
         self._early: Failed | None = None
         self._under_way_s: dict[str, float] = {}
@@ -88,6 +89,12 @@ class Journal:
 
     def missing_trainers(self, world_size: int) -> list[str]:
         return [f"trainer rank {rank}" for rank in range(world_size) if rank not in self._trainers]
+
+    def check_alike(self, engine: str) -> None:
+        """ProtocolError when ranks of an engine or of this trainer have other releases than they can have together."""
+        with self.changed:
+            check_alike("trainer", self._trainers.values())
+            check_alike(f"engine {engine}", self._engines[engine].values())
 
     def engine_world_size(self, engine: str) -> int:
         return next(iter(self._engines[engine].values())).world_size
@@ -164,7 +171,7 @@ class Journal:
                 case EngineReady():
                     self._engines.setdefault(record.engine, {})[record.rank] = record
                 case TrainerReady() if record.incarnation == self.incarnation:
-                    self._trainers.add(record.rank)
+                    self._trainers[record.rank] = record
                 case Attach() if record.incarnation == self.incarnation:
                     self._take_attach(record)
                 case Attach() if record.incarnation > self.incarnation and record.over < 0:

@@ -49,6 +49,9 @@ from megastream.protocol.step_records import Connected, Opened, TakenBack, Under
 PlanKind = Literal["stream", "whole"]
 """`stream`: engine buffers in the loader layout, written in place. `whole`: full tensors for vLLM's own loader."""
 
+PROTOCOL = 1
+"""One higher whenever records, headers or plans come to mean something else. Both sides must have the same."""
+
 Who = Literal["trainer", "engine", "core"]
 
 
@@ -59,6 +62,7 @@ class EngineReady(_Record, frozen=True, kw_only=True, tag="engine_ready"):
     rank: int
     world_size: int
     library: str
+    protocol: int = PROTOCOL
 
 
 class TrainerReady(_Record, frozen=True, kw_only=True, tag="trainer_ready"):
@@ -68,6 +72,7 @@ class TrainerReady(_Record, frozen=True, kw_only=True, tag="trainer_ready"):
     rank: int
     world_size: int
     library: str
+    protocol: int = PROTOCOL
 
 
 class Attach(_Record, frozen=True, kw_only=True, tag="attach"):
@@ -89,6 +94,7 @@ class Attach(_Record, frozen=True, kw_only=True, tag="attach"):
     over: int = -1
     """Overlays: this attachment's versions have the tensors that the trainer's layouts name, and all else stays as it
     is in this version, which is live. -1: they have every tensor."""
+    protocol: int = PROTOCOL
     # Refused by name when they differ from these defaults (protocol/terms.py): reserved for later.
     membership_epoch: int = 0
     namespace: str = "base"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megastream.protocol.bounds import MOST_COUNT, MOST_NUMBER, MOST_PIECE_BYTES
-from megastream.protocol.records import Attach, PlanKind
+from megastream.protocol.records import PROTOCOL, Attach, EngineReady, PlanKind, TrainerReady
 
 
 class ProtocolError(ValueError):
@@ -24,6 +25,7 @@ class Terms:
     base_version: int
 
 
+_EQUAL_RELEASES = "use equal releases of megastream on both sides"
 _LATER = {
     "membership_epoch": (0, "membership epochs: every change of ranks needs a new run"),
     "namespace": ("base", "LoRA namespaces: only the base weights are streamed"),
@@ -44,7 +46,13 @@ _BOUNDS = {
 
 
 def check_terms(attach: Attach) -> None:
-    """ProtocolError when an Attach asks for anything that is typed but not built yet, or has a number out of bounds."""
+    """ProtocolError when an Attach is of another protocol than this release, asks for anything that is typed but not
+    built yet, or has a number out of bounds."""
+    if attach.protocol != PROTOCOL:
+        raise ProtocolError(
+            f"attachment {attach.attachment}: the trainer speaks protocol {attach.protocol}, engine {attach.engine} "
+            f"{PROTOCOL}; {_EQUAL_RELEASES}"
+        )
     refuse_reserved(attach)
     for name, (least, most) in _BOUNDS.items():
         value = getattr(attach, name)
@@ -55,6 +63,23 @@ def check_terms(attach: Attach) -> None:
             f"attachment {attach.attachment}: its base version {attach.base_version}, of kind {attach.kind}, is no "
             f"overlay of version {attach.over}; an overlay is streamed, as a newer version"
         )
+
+
+def check_alike(side: str, ready: Iterable[EngineReady | TrainerReady]) -> None:
+    """ProtocolError when a rank of one side speaks another protocol than this release, or has another library than the
+    others: what ranks make of the same layouts and buckets is only known to be alike in one release."""
+    ranks = sorted(ready, key=lambda record: record.rank)
+    for record in ranks:
+        if record.protocol != PROTOCOL:
+            raise ProtocolError(
+                f"{side}, rank {record.rank} ({record.library}) speaks protocol {record.protocol}, this trainer "
+                f"{PROTOCOL}; {_EQUAL_RELEASES}"
+            )
+        if record.library != ranks[0].library:
+            raise ProtocolError(
+                f"{side}: rank {record.rank} has {record.library}, rank {ranks[0].rank} has {ranks[0].library}; all "
+                "ranks of a side need the same release"
+            )
 
 
 def refuse_reserved(attach: Attach) -> None:

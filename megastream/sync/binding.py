@@ -147,6 +147,7 @@ class Binder:
 
     def bind(self, journal: Journal, attach: Attach, book: TrainerBook) -> Plan:
         """Builds the plan and waits until every rank of both sides has built the same one."""
+        journal.check_alike(attach.engine)
         world_size = journal.engine_world_size(attach.engine)
         plan = plan_of(self._log, attach, world_size, ("trainer", self._rank), self._plans)
         self._log.append(Bound(attachment=attach.attachment, side="trainer", rank=self._rank, digest=plan.digest))

@@ -9,7 +9,8 @@ import pytest
 
 from megastream.engine.settings import EngineSettings
 from megastream.protocol.bounds import MOST_PIECE_BYTES, MOST_S
-from megastream.protocol.terms import ProtocolError, check_terms
+from megastream.protocol.records import PROTOCOL, EngineReady
+from megastream.protocol.terms import ProtocolError, check_alike, check_terms
 from megastream.sync import EngineSyncSettings, TrainerSettings
 from tests.helpers.plans import attach_record
 
@@ -69,3 +70,23 @@ def test_terms(field: str, value: int) -> None:
     check_terms(attach)
     with pytest.raises(ProtocolError, match=rf"attachment i1: {field} must be \d+ to \d+, got {value}"):
         check_terms(msgspec.structs.replace(attach, **{field: value}))
+
+
+def test_another_protocol_is_refused_by_name() -> None:
+    attach = msgspec.structs.replace(attach_record(1), protocol=PROTOCOL + 1)
+    words = f"attachment i1: the trainer speaks protocol {PROTOCOL + 1}, engine e {PROTOCOL}; use equal releases"
+    with pytest.raises(ProtocolError, match=words):
+        check_terms(attach)
+
+
+def test_ranks_of_one_side_have_one_release() -> None:
+    def ready(rank: int, library: str = "vllm 0.32.0", **changes: int) -> EngineReady:
+        return EngineReady(engine="e", rank=rank, world_size=2, library=library, **changes)
+
+    check_alike("engine e", [ready(1), ready(0)])
+    words = r"engine e: rank 1 has vllm 0\.31\.2, rank 0 has vllm 0\.32\.0; all ranks"
+    with pytest.raises(ProtocolError, match=words):
+        check_alike("engine e", [ready(1, "vllm 0.31.2"), ready(0)])
+    words = rf"engine e, rank 1 \(vllm 0\.32\.0\) speaks protocol {PROTOCOL + 1}, this trainer {PROTOCOL}; use equal"
+    with pytest.raises(ProtocolError, match=words):
+        check_alike("engine e", [ready(0), ready(1, protocol=PROTOCOL + 1)])
