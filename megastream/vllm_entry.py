@@ -170,7 +170,7 @@ def register() -> None:
     compat_core.add_to_core(routes.VERSION_UTILITY, routes.megastream_version)
     ended.patch()
     front.patch()
-    serving.patch(lambda args: read_settings(args).token_file)
+    serving.patch(read_settings)
 
 
 class WiredEngine(MegastreamEngine):

@@ -1,8 +1,9 @@
-"""The token in front of vLLM's development endpoints, without a server."""
+"""What stands before vLLM's endpoints, without a server: the token, and the refusal of answers without a record."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ set_environment()
 from fastapi import APIRouter, FastAPI  # noqa: E402
 
 from megastream.engine.vllm import compat, compat_front, routes, serving  # noqa: E402
+from megastream.engine.vllm.record_gate import RecordGate  # noqa: E402
 from megastream.engine.vllm.token_gate import TokenGate, read_token  # noqa: E402
 
 TOKEN = "0123456789abcdef"
@@ -105,7 +107,8 @@ def test_an_application_is_changed_for_our_backend_only(
     made = FastAPI()
     made.middleware_stack = through if is_built else None
     made.build_middleware_stack = lambda: through  # type: ignore[method-assign]
-    build = serving._with_routes(lambda args: made, lambda args: str(token_file))
+    settings = SimpleNamespace(token_file=str(token_file), attachable=False)
+    build = serving._with_routes(lambda args: made, lambda args: settings)
     app = build(SimpleNamespace(weight_transfer_config={"backend": backend}))
     assert bool(patched) == (backend == "megastream")
     for path in ("/pause", "/update_weights", "/finish_weight_update", "/collective_rpc", "/v1/completions"):
@@ -135,3 +138,63 @@ def test_endpoints_that_change_weights_are_found_where_versions_have_them(
 def test_a_command_line_without_a_backend_is_none_of_ours() -> None:
     assert compat_front.backend_of(SimpleNamespace()) is None
     assert compat_front.backend_of(SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="x"))) == "x"
+
+
+def generating_app() -> FastAPI:
+    """Some of vLLM's endpoints, as functions of the modules in which vLLM has them; one is somebody else's."""
+    app = FastAPI()
+    for place, path in (
+        ("openai.completion", "/v1/completions"),
+        ("openai.chat_completion", "/v1/chat/completions/batch"),
+        ("openai.responses", "/v1/responses"),
+        ("anthropic", "/v1/messages"),
+        ("anthropic", "/v1/messages/count_tokens"),
+        ("serve.tokenize", "/tokenize"),
+        ("", "/mine"),
+    ):
+
+        async def endpoint() -> None: ...
+
+        endpoint.__module__ = f"vllm.entrypoints.{place}.api_router" if place else "mine"
+        app.add_api_route(path, endpoint, methods=["POST"])
+
+    async def socket() -> None: ...
+
+    socket.__module__ = "vllm.entrypoints.speech_to_text.realtime.api_router"
+    app.add_api_websocket_route("/v1/realtime", socket)
+    return app
+
+
+BLIND = {"/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/v1/realtime"}
+
+
+@pytest.mark.parametrize("attachable", [True, False])
+def test_what_generates_without_a_record_is_closed_while_a_trainer_can_attach(
+    monkeypatch: pytest.MonkeyPatch, attachable: bool
+) -> None:
+    monkeypatch.setattr(routes, "patch", lambda: None)
+    made = generating_app()
+    assert compat_front.generating_paths(made) == {*BLIND, "/v1/completions"}
+    made.middleware_stack = through
+    settings = SimpleNamespace(token_file="", attachable=attachable)
+    build = serving._with_routes(lambda args: made, lambda args: settings)
+    app = build(SimpleNamespace(weight_transfer_config={"backend": "megastream"}))
+    for path in BLIND - {"/v1/realtime"}:
+        assert status(app, path, {}) == status(app, f"{path}/", {}) == (403 if attachable else 200), path
+    for path in ("/v1/completions", "/v1/messages/count_tokens", "/tokenize", "/mine"):
+        assert status(app, path, {}) == 200, path
+
+
+def test_the_refusal_names_the_route_and_those_to_ask() -> None:
+    said: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        said.append(message)
+
+    gate = RecordGate(through, frozenset(BLIND), ("/v1/completions", "/v1/chat/completions"))
+    for kind, path in (("http", "/v1/responses"), ("websocket", "/v1/realtime")):
+        asyncio.run(gate({"type": kind, "path": path}, None, send))
+    error = json.loads(said[1]["body"])["error"]
+    assert (said[0]["status"], error["code"]) == (403, 403)
+    assert "answers of /v1/responses would not say" in error["message"] and "/v1/chat/completions" in error["message"]
+    assert said[2] == {"type": "websocket.close"}

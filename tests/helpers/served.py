@@ -36,17 +36,19 @@ class Cold:
 
 
 @contextmanager
-def serve(folder: Path, control_url: str, version: int) -> Iterator[Server]:
-    """The server process, with the weights of `version`, development endpoints and their token."""
+def serve(folder: Path, control_url: str, version: int, run: str = RUN, **more: Any) -> Iterator[Server]:
+    """The server process, with the weights of `version`, development endpoints and their token; `more`: options of
+    `vllm serve`."""
     model = write_checkpoint(folder / "model", reveal.MOE, version_weights(version))
     (folder / "token").write_text(TOKEN)
-    plugin = {"control_url": control_url, "run_id": RUN, "engine": "served", "token_file": str(folder / "token")}
+    plugin = {"control_url": control_url, "run_id": run, "engine": "served", "token_file": str(folder / "token")}
     config = {
         "model": str(model),
         "served-model-name": "m",
         "chat-template": TEMPLATE,
         "weight-transfer-config": {"backend": "megastream"},
         "additional-config": {"megastream": plugin},
+        **{name.replace("_", "-"): value for name, value in more.items()},
     }
     (folder / "serve.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "megastream.cli.main", "serve", str(folder / "serve.yaml")]

@@ -135,6 +135,35 @@ def chat_routes() -> type:
     return OpenAIServingChat
 
 
+_GENERATING_PACKAGES = tuple(
+    f"vllm.entrypoints.{name}."
+    for name in ("anthropic", "cohere", "generate", "openai", "scale_out.token_in_token_out", "speech_to_text")
+)
+"""Where the routers lie whose endpoints make tokens: those of 0.26 and of 0.32."""
+
+_SILENT = frozenset(
+    ("/v1/messages/count_tokens", "/cohere/v2/chat/render", "/inference/v1/abort_requests", "/abort_requests")
+)
+"""Their endpoints that take a request and make no token."""
+
+
+def recorded_paths() -> tuple[str, ...]:
+    """Paths whose answers say which versions made them. vLLM's own route has its own field for it, from 0.32 on."""
+    ours = ("/v1/completions", "/v1/chat/completions")
+    return (*ours, "/inference/v1/generate") if compat.version() >= (0, 32, 0) else ours
+
+
+def generating_paths(app: Any) -> frozenset[str]:
+    """Paths of vLLM's own endpoints that make tokens, as this process serves them, web sockets among them."""
+    found = set()
+    for route in app.routes:
+        place = getattr(getattr(route, "endpoint", None), "__module__", None) or ""
+        methods = getattr(route, "methods", None)  # None: a web socket
+        if place.startswith(_GENERATING_PACKAGES) and (methods is None or "POST" in methods):
+            found.add(str(route.path))
+    return frozenset(found - _SILENT)
+
+
 async def ask_core(routes: Any, utility: str) -> Any:
     """A core utility, asked from a route."""
     return await routes.engine_client.engine_core.call_utility_async(utility)

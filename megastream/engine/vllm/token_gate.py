@@ -35,11 +35,10 @@ class TokenGate:
         self._app, self._paths, self._token = app, paths, token
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
-        if scope["type"] == "http" and path.rstrip("/") in self._paths:
+        if scope["type"] == "http" and path_of(scope) in self._paths:
             status, why = self._refusal(dict(scope["headers"]))
             if status:
-                await _answer(send, status, why)
+                await answer(send, status, why)
                 return
         await self._app(scope, receive, send)
 
@@ -59,7 +58,13 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
-async def _answer(send: Any, status: int, why: str) -> None:
+def path_of(scope: dict[str, Any]) -> str:
+    """The path that a request asks for, below the one that the application is mounted at."""
+    return str(scope.get("path", "")).removeprefix(scope.get("root_path", "")).rstrip("/")
+
+
+async def answer(send: Any, status: int, why: str | dict[str, Any]) -> None:
+    """Sends an error in JSON, all of it."""
     body = json.dumps({"error": why}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
