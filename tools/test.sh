@@ -18,7 +18,7 @@ if [ $# -gt 0 ]; then
     exec "$bin/python" -m pytest "${selection[@]}" "$@"
 fi
 
-fresh=(tests/engine/test_{family_loads,fp8,hot_cold,qwen2,refused,sharded_state}.py) # engines of their own
+fresh=(tests/engine/test_{family_loads,fp8,hot_cold,refused,sharded_state}.py) # engines of their own
 beside=$(mktemp)
 set -m # a job in the background would otherwise begin with SIGINT ignored, and so would all that its tests start
 nice -n 10 "$bin/python" -m pytest "${selection[@]}" tests/unit tests/contract "${fresh[@]}" >"$beside" 2>&1 &

@@ -26,14 +26,18 @@ VERSIONS = ("a", "b", "c", "b")
 COMMON = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=128, head_dim=32, num_key_value_heads=2)
 COMMON |= dict(max_position_embeddings=2048, vocab_size=320)
 MOE = dict(COMMON, moe_intermediate_size=64)
+YARN = dict(rope_type="yarn", rope_theta=10_000.0, factor=2.0, original_max_position_embeddings=1024, truncate=False)
+YARN |= dict(beta_fast=32.0, beta_slow=1.0)
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(MOE, num_experts=8),
     "mixtral": dict(COMMON, num_local_experts=8),
     "glm4_moe": MOE,
+    "qwen2_moe": dict(MOE, hidden_size=128, num_experts=8, shared_expert_intermediate_size=96, norm_topk_prob=False),
+    "gpt_oss": dict(COMMON, num_local_experts=8, rope_parameters=YARN),
     "qwen3": COMMON,
     "llama": COMMON,
 }
-"""Qwen2-MoE has a test of its own. DeepSeek-V3 and GPT-OSS are refused by name: derived weights of MLA, biases."""
+"""All but those that are refused by name: DeepSeek-V3, for derived weights of MLA, and Qwen3-Next."""
 DENSE = ("qwen3", "llama")
 CASES = [(f, layout, "") for f in SIZES for layout in LAYOUTS if not (f in DENSE and layout == "tp2ep")]
 """vLLM refuses expert parallelism without experts."""
@@ -45,24 +49,35 @@ BUDGETS: dict[str, dict[str, int]] = {
 }
 """Of staging: nothing on the device; as much of it as leaves experts to host memory, or to the trainer; nothing."""
 CASES += [("qwen3_moe", layout, budget) for layout in LAYOUTS for budget in BUDGETS]
+IN_TURNS = "in turns"
+"""Experts lie on the ranks in turns, which vLLM does for models with groups of experts alone."""
+CASES += [("glm4_moe", layout, IN_TURNS) for layout in LAYOUTS if layout == "tp2ep"]
+GROUPS = dict(n_routed_experts=8, n_group=2, topk_group=1)
 
 
-def write(family: str, folder: Path) -> dict[str, Path]:
+def write(family: str, folder: Path, **more: int) -> dict[str, Path]:
     """A folder that vLLM serves for each of A, B and C; no two tensors of them are alike."""
     folders = {}
     for seed, name in enumerate("abc"):
         folders[name] = folder / name
-        random_transformers(family, seed, **SIZES[family]).to(torch.bfloat16).save_pretrained(folders[name])
+        random_transformers(family, seed, **SIZES[family] | more).to(torch.bfloat16).save_pretrained(folders[name])
         write_tokenizer(folders[name], SIZES[family]["vocab_size"])
     return folders
 
 
 def trainer_of(folders: dict[str, Path]) -> type[RevealTrainer]:
     """A trainer whose versions 0 to 3 have the weights A, B, C and B."""
-    held = {name: load_file(folder / "model.safetensors") for name, folder in folders.items()}
+    model = load_shape(folders["a"])
+    specs = {spec.name: spec.shape for spec in family_of(model).tensors(model)}
+
+    def read(folder: Path) -> dict[str, torch.Tensor]:
+        """Of GPT-OSS a file has gate and up in one dim, in turns."""
+        return {name: t.view(specs.get(name, t.shape)) for name, t in load_file(folder / "model.safetensors").items()}
+
+    held = {name: read(folder) for name, folder in folders.items()}
 
     class Trainer(RevealTrainer):
-        shape = load_shape(folders["a"])
+        shape = model
         family = family_of(shape)
         mesh = parse_trainer_mesh("tp1 pp2 ep2" if shape.num_experts else "tp2 pp2")
         weights = staticmethod(lambda version: held[VERSIONS[version]])
@@ -70,12 +85,13 @@ def trainer_of(folders: dict[str, Path]) -> type[RevealTrainer]:
     return Trainer
 
 
-async def look(engine: Engine, name: str) -> tuple[Any, Any, Any]:
-    """What a version is: digests of all that each rank computes with, tokens of a prefill and decodes, logprobs."""
+async def look(engine: Engine, name: str) -> tuple[Any, Any, Any, Any]:
+    """What a version is: digests of all parameters that each rank computes with, logprobs and tokens of a prefill and
+    decodes, digests of all other tensors of the model."""
+    answer: Answer = await engine.ask(name, PROMPT, 12)
     ranks = await engine.ranks("megastream_call", "digest", {})
     assert all(rank["ok"] for rank in ranks), ranks
-    answer: Answer = await engine.ask(name, PROMPT, 12)
-    return [rank["digests"] for rank in ranks], answer.tokens, answer.logprobs
+    return [rank["digests"] for rank in ranks], answer.logprobs, answer.tokens, await engine.ranks("feed_tensors")
 
 
 def check_staging(budget: str) -> None:
@@ -89,16 +105,26 @@ def check_staging(budget: str) -> None:
         assert bool(on_device) == (budget in ("split", "pull")) and bool(rank["staging_kv_blocks"]) <= bool(on_device)
 
 
-@pytest.mark.parametrize(("family", "layout", "budget"), CASES)
+def check_turns(engine: Engine) -> None:
+    """Each rank has every other expert, in every layer that has any."""
+    for rank, maps in enumerate(engine.run(engine.ranks("feed_expert_maps"))):
+        expected = [slot // 2 if slot % 2 == rank else -1 for slot in range(GROUPS["n_routed_experts"])]
+        assert maps and all(each == expected for each in maps), maps
+
+
+@pytest.mark.parametrize(("family", "layout", "variant"), CASES)
 def test_streamed_weights_are_those_of_a_cold_start(
-    family: str, layout: str, budget: str, control_url: str, tmp_path: Path
+    family: str, layout: str, variant: str, control_url: str, tmp_path: Path
 ) -> None:
-    """Every tensor that each rank computes with, and every answer, is that of a fresh engine served from B's folder."""
-    folders = write(family, tmp_path)
-    run_id = f"hot-{family}-{layout}{budget}"
+    """Every tensor that each rank holds, and every answer, is that of a fresh engine served from B's folder."""
+    folders = write(family, tmp_path, **(GROUPS if variant == IN_TURNS else {}))
+    run_id = f"hot-{family}-{layout}-{variant.replace(' ', '-')}"
     ours: dict[str, Any] = {"control_url": control_url, "run_id": run_id, "engine": run_id}
-    settings = {"megastream": {**ours, "settings": {"staging": BUDGETS[budget]} if budget else {}}}
-    engine = Engine(folders["a"], additional_config=settings, **LAYOUTS[layout])
+    settings = {"megastream": {**ours, "settings": {"staging": BUDGETS[variant]} if variant in BUDGETS else {}}}
+    how: dict[str, Any] = dict(LAYOUTS[layout])
+    if variant == IN_TURNS:
+        how["expert_placement_strategy"] = "round_robin"
+    engine = Engine(folders["a"], additional_config=settings, **how)
     orders = Orders()
 
     async def stream() -> list[Any]:
@@ -108,14 +134,16 @@ def test_streamed_weights_are_those_of_a_cold_start(
                 for version in (1, 2, 3):
                     await asyncio.to_thread(orders.update, version)
                     seen.append(await look(engine, f"v{version}"))
-                if budget:
-                    check_staging(budget)
+                if variant in BUDGETS:
+                    check_staging(variant)
             finally:
                 orders.end()
         assert errors == []
         return seen
 
     try:
+        if variant == IN_TURNS:
+            check_turns(engine)
         a, b, c, again = engine.run(stream(), timeout_s=200)
     finally:
         engine.close()
@@ -125,10 +153,9 @@ def test_streamed_weights_are_those_of_a_cold_start(
             name for mine, yours in zip(one[0], other[0], strict=True) for name in mine if mine[name] == yours[name]
         ]
         assert same == [], "the versions must differ everywhere, or nothing is shown"
-        assert one[2] != other[2]
-    fresh = Engine(
-        folders["b"], additional_config={"megastream": dict(settings["megastream"], engine="fresh")}, **LAYOUTS[layout]
-    )
+        assert one[1] != other[1]
+    ours["engine"] = "fresh"
+    fresh = Engine(folders["b"], additional_config={"megastream": ours}, **how)
     try:
         cold = fresh.run(look(fresh, "cold"))
     finally:

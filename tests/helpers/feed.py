@@ -24,6 +24,7 @@ from megastream.protocol.records import RankCommit
 from tests.helpers import reveal
 from tests.helpers.cut import cut
 from tests.helpers.feed_faults import Faults
+from tests.helpers.feed_tensors import Tensors
 from tests.helpers.tiny_moe import Weights, random_weights
 
 RANDOM = 1000
@@ -76,7 +77,7 @@ class FeedAgent:
         self.prepared = {}
 
 
-class Feeder(Faults):
+class Feeder(Faults, Tensors):
     """Worker extension. Methods return plain data and must not raise."""
 
     def feed_process(self) -> str:
