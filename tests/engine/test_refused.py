@@ -38,8 +38,16 @@ def plain(folder: Path) -> None:
     write_checkpoint(folder, model, random_weights(model, 0))
 
 
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 2}
+"""The served model drafts for itself."""
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "derived matrices of MLA": (latent, {}, {}, "matrices that are derived from kv_b_proj"),
+    "a draft model": (
+        plain,
+        {"speculative_config": DRAFT},
+        {},
+        "a draft model is in use; leave out",
+    ),
     "tied over stages": (tied, {"pipeline_parallel_size": 2}, {}, "embedding and head are tied across pipeline stages"),
     "a gate in parts without room": (
         plain,
@@ -48,7 +56,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         "; raise staging.host_bytes by ",
     ),
 }
-"""What is served, how (vLLM's arguments, then ours), and what a trainer is told."""
+"""What is served, how (vLLM's arguments, then ours), and what a trainer is told. EPLB does not start on a CPU."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -56,6 +64,8 @@ def test_a_trainer_is_told_why_and_the_engine_serves_on(case: str, control_url: 
     write, layout, given, words = CASES[case]
     folder, run = tmp_path / "model", f"refused-{len(case)}"
     write(folder)
+    if "speculative_config" in layout:
+        layout = {"speculative_config": {**DRAFT, "model": str(folder)}}
 
     class Trainer(RevealTrainer):
         shape = load_shape(folder)
