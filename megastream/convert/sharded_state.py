@@ -60,8 +60,13 @@ def read_sharded_state(folder: Path, model: Model, layout: str | None) -> Holdin
 def plan_sharded_state(
     folder: Path, model: Model, dtypes: Mapping[str, str], layout: str, max_file_bytes: int
 ) -> Target:
-    """What every rank of this layout loads. ConvertError for a layout that the model or vLLM cannot have."""
+    """What every rank of this layout loads. ConvertError for a layout that model, vLLM or files cannot have."""
     mesh = _parse(layout)
+    if mesh.dp > 1:
+        raise ConvertError(
+            f"layout {mesh}: vLLM names files of sharded_state by pipeline and tensor rank alone, so dp={mesh.dp} "
+            "ranks would share each; leave dp out, or take --to hf, from which engines of any layout start"
+        )
     layouts: list[RankLayout] = []
     extents: dict[tuple[int, str], Extent] = {}
     new: list[NewFile] = []

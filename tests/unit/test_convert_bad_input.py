@@ -173,6 +173,16 @@ CASES = {
         ("ep4", "2 experts for ep=4 ranks", "each needs one"),
         ("--to", "sharded_state", "--to-layout", "tp4 ep4"),
     ),
+    "data-parallel ranks of an engine, which share experts": Case(
+        whole,
+        ("tp1 ep2 dp2", "dp=2 ranks would share each", "leave dp out", "--to hf"),
+        ("--to", "sharded_state", "--to-layout", "dp2 ep2"),
+    ),
+    "data-parallel ranks of an engine, which cut experts": Case(
+        whole,
+        ("tp2 etp4 dp2", "dp=2 ranks would share each", "leave dp out"),
+        ("--to", "sharded_state", "--to-layout", "tp2 dp2"),
+    ),
     "more trainer ranks than experts": Case(
         whole, ("ep8", "4 experts do not divide by ep=8"), ("--to", "mp_rank", "--to-layout", "ep8")
     ),
