@@ -20,7 +20,7 @@ from megastream.trainer import compat
 from megastream.trainer.buckets import BUCKET_ELEMENTS, cut
 from megastream.trainer.compat_grads import late_params
 from megastream.trainer.finality import make_stepper, refuse_finality
-from megastream.trainer.hf_files import HuggingFaceFiles
+from megastream.trainer.hf_files import HuggingFaceFiles, tied_names
 from megastream.trainer.policies import MAX_ABORT_RATE, Finality, is_streamed
 from megastream.trainer.refusals import refuse_family, refuse_mtp, refuse_unsupported
 from megastream.trainer.router_bias import BUFFER, RouterBiases
@@ -156,12 +156,13 @@ class MegatronAdapter:
         """Loads this rank's part of a Hugging Face checkpoint (safetensors), and resets the fp32 masters to it.
 
         Every rank calls it; each reads only its own boxes, and nothing is communicated. Moments are left as they are,
-        so call it before the first step. ValueError names a file that cannot be read, a tensor that is missing, of
-        another shape or quantized, or a parameter that the checkpoint does not fill.
+        so call it before the first step. ValueError names a file that cannot be read, a tensor that is missing, stored
+        twice, of another shape or quantized, a tied head that differs, or a parameter that nothing fills.
         """
         compat.install()
         buffers, layout = self.buffers, self._layout("replica", mtp=True)
-        with HuggingFaceFiles(Path(folder)) as checkpoint:
+        tied = tied_names(self.family, self._shape)
+        with HuggingFaceFiles(Path(folder), layout.tensors, tied) as checkpoint:
             for shard in layout.shards:
                 target = buffers[shard.buffer].as_strided(
                     shard.box.shape, shard.strides, buffers[shard.buffer].storage_offset() + shard.offset

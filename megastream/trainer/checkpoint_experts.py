@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
-import torch
-
 from megastream.families import family_of, load_shape
 from megastream.families.family import Family
 from megastream.families.types import ModelShape
@@ -32,11 +30,12 @@ class CheckpointExperts:
     def __init__(self, folder: Path, experts: Sequence[ExpertId]) -> None:
         shape = shape_of(folder)
         self.family = family_of(shape)
+        specs = expert_tensors(self.family, shape, experts)
         self._shards = tuple(
-            Shard(spec.name, Box.full(spec.shape), 0, spec.name, 0, row_major_strides(spec.shape))
-            for spec in expert_tensors(self.family, shape, experts)
+            Shard(spec.name, Box.full(spec.shape), 0, spec.name, 0, row_major_strides(spec.shape)) for spec in specs
         )
-        self.buffers = self._read(folder)
+        with HuggingFaceFiles(folder, specs) as files:
+            self.buffers = {shard.buffer: files.read(shard).contiguous().view(-1) for shard in self._shards}
 
     def describe(self) -> RankLayout:
         specs = [
@@ -52,10 +51,6 @@ class CheckpointExperts:
             buffers=tuple(BufferSpec(name, prod(shape), dtype) for name, shape, dtype in specs),
             shards=self._shards,
         )
-
-    def _read(self, folder: Path) -> dict[str, torch.Tensor]:
-        with HuggingFaceFiles(folder) as files:
-            return {shard.buffer: files.read(shard).contiguous().view(-1) for shard in self._shards}
 
 
 def shape_of(folder: Path) -> ModelShape:
