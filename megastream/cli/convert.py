@@ -34,7 +34,11 @@ def convert_command(
     to: Annotated[str, typer.Option(help=f"The form of DST: {', '.join(FORMS)}.")] = "hf",
     dtype: Annotated[
         str | None,
-        typer.Option(help="fp8-block128: linears in fp8 with a scale per 128 x 128, for --to hf.", show_default=False),
+        typer.Option(
+            help="bfloat16: what is wider is rounded, but for what the model needs in fp32. "
+            "fp8-block128: linears in fp8 with a scale per 128 x 128, for --to hf.",
+            show_default=False,
+        ),
     ] = None,
     config: _Config = None,
     from_layout: _FromLayout = None,

@@ -1,23 +1,25 @@
-"""The type of every tensor in a target: as it is stored, but for the few that one side keeps in fp32, another not."""
+"""The type of every tensor in a target: as stored or as asked for, but for the few that one side keeps in fp32."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from megastream.convert.model import Model
-from megastream.convert.types import ConvertError, Form, Holding
+from megastream.convert.types import ConvertError, Dtype, Form, Holding
 from megastream.families.types import Holder
 
 _SIDES: dict[Form, Holder] = {"hf": "file", "torch_dist": "trainer", "mp_rank": "trainer", "sharded_state": "engine"}
 
 
-def target_dtypes(holding: Holding, model: Model, to: Form) -> dict[str, str]:
+def target_dtypes(holding: Holding, model: Model, to: Form, asked: Dtype | None) -> dict[str, str]:
     """By tensor. What the family's table gives to some side in fp32 is fp32 where the form's side is one of them, and
-    the type of most other elements where it is not; all else stays what it is.
+    the type of most other elements where it is not; all else stays what it is, or is bf16 if that is asked for.
 
     ConvertError names a tensor that the source stores in several types.
     """
     stored, volumes = _stored(holding)
+    if asked == "bfloat16":
+        stored = {name: "bfloat16" for name in stored}
     kept = _kept_in_fp32(model)
     usual: Counter[str] = Counter()
     for name, dtype in stored.items():

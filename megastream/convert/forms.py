@@ -32,7 +32,7 @@ _TRAINERS: tuple[Form, ...] = ("torch_dist", "mp_rank")
 class Options:
     """How to read and write. Layouts are strings as `megastream plan` takes them; None where the files say.
 
-    `dtype` of the weights of linears; None: types stay what they are.
+    `dtype`: what weights are rounded to; None: types stay what they are.
     """
 
     to: Form = "hf"
@@ -42,6 +42,10 @@ class Options:
     to_layout: str | None = None
     max_file_bytes: int = 5 * 10**9
     memory_bytes: int = 2 << 30
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype == "fp8-block128"
 
 
 def find_form(folder: Path) -> tuple[Form, Path]:
@@ -86,7 +90,7 @@ def read_form(folder: Path, model: Model, layout: str | None) -> Holding:
 def plan_target(folder: Path, model: Model, dtypes: Mapping[str, str], options: Options) -> Target:
     """What is written for a model whose tensors have these dtypes."""
     most, layout = options.max_file_bytes, options.to_layout
-    if options.dtype is not None:
+    if options.fp8:
         _check_fp8(model, options.to)
     _check_trainer(model, options.to)
     if options.to in ("mp_rank", "sharded_state"):
@@ -99,7 +103,7 @@ def plan_target(folder: Path, model: Model, dtypes: Mapping[str, str], options: 
         raise ConvertError(f"{options.to} has no layout; leave --to-layout out")
     if options.to == "torch_dist":
         return plan_torch_dist(folder, model, dtypes, most)
-    return plan_hf(folder, model, dtypes, most, fp8=options.dtype is not None)
+    return plan_hf(folder, model, dtypes, most, fp8=options.fp8)
 
 
 def _check_trainer(model: Model, form: Form) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 from msgspec import structs
 
 from megastream.convert.fp8 import QUANTIZATION
-from megastream.convert.types import ConvertError
+from megastream.convert.types import ConvertError, Dtype
 from megastream.families import Family, ModelShape, family_of, load_shape
 from megastream.layout.shard import TensorSpec
 
 CONFIG = "config.json"
 _QUANTIZATION = "quantization_config"
+_DTYPES = ("dtype", "torch_dtype")
+"""Where config.json says the type of weights, in newer and in older ones."""
 _SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
 _NOT_OURS = {"metadata.json", "manifest.json", "versions.json"}
 """JSON files of Megatron's and megastream's checkpoints, which say something about the files beside them."""
@@ -47,17 +49,19 @@ class Model:
             return {CONFIG: self.config}
         return {path.name: path for path in sorted(self.config.parent.iterdir()) if _is_side_file(path)}
 
-    def config_json(self, *, fp8: bool) -> bytes:
-        """config.json beside weights whose linears are in fp8, or beside weights that are not quantized.
+    def config_json(self, dtype: Dtype | None) -> bytes:
+        """config.json beside weights that were rounded to `dtype`, or whose types stayed what they were.
 
-        It is the model's own but for what it says of quantization. Engines and transformers quantize every linear that
-        is not named there, so all modules are whose matrix stays as it is.
+        It is the model's own but for what it says of that type and of quantization. Engines and transformers quantize
+        every linear that is not named there, so all modules are whose matrix stays as it is.
         """
         data = self.config.read_bytes()
         config: dict[str, Any] = json.loads(data)
         before = dict(config)
         config.pop(_QUANTIZATION, None)
-        if fp8:
+        if dtype == "bfloat16":
+            config |= dict.fromkeys([key for key in _DTYPES if key in config] or _DTYPES[1:], dtype)
+        if dtype == "fp8-block128":
             kept = [s.name for s in self.tensors().values() if len(s.shape) == 2 and not self.family.is_linear(s.name)]
             kept.append(self.family.outer_names("engine", self.shape)["head"])  # also where it is tied, and no tensor
             modules = sorted({name.removesuffix(".weight") for name in kept})

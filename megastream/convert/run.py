@@ -73,7 +73,7 @@ def convert(
     model = find_model(source, options.config)
     holding = read_form(source, model, options.from_layout)
     check_complete(holding, model)
-    new = plan_target(target, model, target_dtypes(holding, model, options.to), options)
+    new = plan_target(target, model, target_dtypes(holding, model, options.to, options.dtype), options)
     order = {name: number for number, name in enumerate(model.tensors())}
     jobs = jobs_of(_plan(holding, new.holding, model), new.holding, order)
     landing = Landing(target, _identity(holding, new), overwrite=overwrite)
@@ -83,7 +83,7 @@ def convert(
             done = landing.open(new, resume=resume)
             with Writer(landing.files, reader, options.memory_bytes) as writer:
                 _write(writer, landing, jobs, done, on_bytes)
-        config = model.config_json(fp8=options.dtype is not None)
+        config = model.config_json(options.dtype)
         files = model.side_files().items()
         beside = ((name, config if name == CONFIG else path.read_bytes()) for name, path in files)
         landing.publish((*beside, *new.last))

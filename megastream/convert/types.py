@@ -11,8 +11,9 @@ from megastream.layout.shard import RankLayout
 
 Form = Literal["hf", "torch_dist", "mp_rank", "sharded_state"]
 FORMS: tuple[Form, ...] = ("hf", "torch_dist", "mp_rank", "sharded_state")
-Dtype = Literal["fp8-block128"]
-DTYPES: tuple[Dtype, ...] = ("fp8-block128",)
+Dtype = Literal["bfloat16", "fp8-block128"]
+"""What weights can be rounded to: all of them but those that are fp32 by their family's table, or the linears."""
+DTYPES: tuple[Dtype, ...] = ("bfloat16", "fp8-block128")
 
 
 class ConvertError(ValueError):

@@ -171,4 +171,4 @@ def test_the_command_takes_it_and_refuses_other_types(both: Both, tmp_path: Path
     assert CliRunner().invoke(app, [*arguments, "fp8-block128"]).exit_code == 0
     assert (tmp_path / "b" / "model.safetensors").read_bytes() == (quantized / "model.safetensors").read_bytes()
     other = CliRunner().invoke(app, [*arguments, "fp8"])
-    assert other.exit_code == 2 and "--dtype is 'fp8'; it is fp8-block128, or left out" in other.stderr
+    assert other.exit_code == 2 and "--dtype is 'fp8'; it is bfloat16, fp8-block128, or left out" in other.stderr
