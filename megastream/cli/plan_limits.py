@@ -22,7 +22,7 @@ def check_plan(shape: ModelShape, trainer: Mesh, engine: Mesh, piece_bytes: int,
     for side, mesh in (("trainer", trainer), ("engine", engine)):
         if shape.num_heads % mesh.tp:
             raise ValueError(f"{side} layout {mesh}: {shape.num_heads} attention heads do not divide by tp={mesh.tp}")
-        if mesh.pp * mesh.vpp > shape.num_layers:
+        if mesh.stages is None and mesh.pp * mesh.vpp > shape.num_layers:
             raise ValueError(
                 f"{side} layout {mesh}: {mesh.pp * mesh.vpp} stages for {shape.num_layers} layers; each needs one"
             )

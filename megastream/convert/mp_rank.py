@@ -28,9 +28,10 @@ from megastream.convert.torch_file import (
     read_torch_file,
 )
 from megastream.convert.types import ConvertError, Extent, Holding, NewFile, Target
-from megastream.layout.mesh import Mesh, parse_trainer_mesh, trainer_coords, trainer_stage_layers
+from megastream.layout.mesh import Mesh, parse_trainer_mesh, trainer_chunks, trainer_coords
 from megastream.layout.pack import row_major_strides
 from megastream.layout.shard import BufferSpec, RankLayout, TensorSpec
+from megastream.layout.stages import uneven_stages
 from megastream.layout.synthetic import MEGATRON_VOCAB_MULTIPLE, trainer_names
 from megastream.layout.trainer import TrainerParam, place_trainer_param, trainer_rank_layout
 
@@ -40,6 +41,12 @@ _ARGS = {
     "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
+}
+_UNEVEN = {
+    "first": "decoder_first_pipeline_num_layers",
+    "last": "decoder_last_pipeline_num_layers",
+    "embedding": "account_for_embedding_in_pipeline_split",
+    "loss": "account_for_loss_in_pipeline_split",
 }
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.linear_fc[12]\.weight)\d+$|(?<=\.linear_fc[12]\.bias)\d+$")
@@ -57,7 +64,7 @@ class _Rank:
 def read_mp_rank(folder: Path, model: Model, layout: str | None) -> Holding:
     """Where every weight lies. ConvertError names file and parameter of what does not fit the layout."""
     files = sorted(path.parent.name for path in folder.glob(f"mp_rank_*/{WEIGHTS}"))
-    mesh = _parse(layout) if layout else _mesh_of(folder / files[0] / WEIGHTS)
+    mesh = _parse(layout) if layout else _mesh_of(folder / files[0] / WEIGHTS, model.shape.num_layers)
     ranks = _ranks(mesh, model)
     if sorted(rank.file.partition("/")[0] for rank in ranks) != files:
         raise ConvertError(
@@ -138,18 +145,36 @@ def _load(path: Path) -> TorchFile:
     return stored
 
 
-def _mesh_of(path: Path) -> Mesh:
+def _mesh_of(path: Path, num_layers: int) -> Mesh:
+    """What megatron's `args` say. ConvertError when there are none, or of stages that we do not take."""
     args = _load(path).tree.get("args")
     sizes = {axis: getattr(args, name, None) for axis, name in _ARGS.items()}
-    if not all(isinstance(sizes[axis], int) for axis in ("tp", "pp")):
+    pp = sizes.pop("pp")
+    if not (isinstance(pp, int) and isinstance(sizes["tp"], int)):
         raise ConvertError(f"{path} does not say its layout; give it with --from-layout")
-    stages = getattr(args, "megastream_stages", None)
     vpp = getattr(args, "virtual_pipeline_model_parallel_size", None)
     text = " ".join(f"{axis}{size}" for axis, size in sizes.items() if isinstance(size, int))
-    text += f" vpp{vpp}" if isinstance(vpp, int) else ""
-    if stages:
-        text = text.replace(f"pp{sizes['pp']}", f"pp{sizes['pp']}({','.join(map(str, stages))})")
-    return _parse(text)
+    text += f" pp{pp}" + _stages_of(path, args, num_layers, pp, vpp or 1)
+    try:
+        return parse_trainer_mesh(text + (f" vpp{vpp}" if isinstance(vpp, int) else ""))
+    except ValueError as error:
+        raise ConvertError(f"{path}: its args say {error}; give the right layout with --from-layout") from error
+
+
+def _stages_of(path: Path, args: Any, num_layers: int, pp: int, vpp: int) -> str:
+    """The layers of uneven stages, in the form of a layout string."""
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if isinstance(layout, str):
+        return f"({layout})"
+    if layout is not None:
+        raise ConvertError(f"{path}: its pipeline layout is no text; give the layers of each stage with --from-layout")
+    uneven = {name: said for name, argument in _UNEVEN.items() if (said := getattr(args, argument, None))}
+    if not uneven:
+        return ""
+    try:
+        return "(" + ",".join(map(str, uneven_stages(num_layers, pp, vpp, **uneven))) + ")"
+    except (ValueError, TypeError) as error:
+        raise ConvertError(f"{path}: {error}; give the layers of each stage with --from-layout") from error
 
 
 def _parameters(
@@ -170,11 +195,9 @@ def _parameters(
 def _chunks(coords: Mapping[str, int], mesh: Mesh, model: Model) -> list[Sequence[int]]:
     """Global layers of each virtual stage of a rank."""
     try:
-        layers = trainer_stage_layers(mesh, model.shape.num_layers, coords["pp"])
+        return [*trainer_chunks(mesh, model.shape.num_layers, coords["pp"])]
     except ValueError as error:
         raise ConvertError(str(error)) from error
-    num = len(layers) // mesh.vpp
-    return [layers[chunk * num : (chunk + 1) * num] for chunk in range(mesh.vpp)]
 
 
 def _global(path: Path, name: str, layers: Sequence[int], coords: Mapping[str, int], model: Model) -> str:
@@ -203,9 +226,14 @@ def _tree(params: Mapping[str, TensorSpec], coords: Mapping[str, int], mesh: Mes
         models[chunk][_local(name, chunks[chunk], coords, model)] = Slot(number, spec)
     args = {name: getattr(mesh, axis) for axis, name in _ARGS.items()}
     args |= {"virtual_pipeline_model_parallel_size": mesh.vpp if mesh.vpp > 1 else None}
-    args |= {"num_layers": model.shape.num_layers, "megastream_stages": list(mesh.stages or ())}
+    args |= {"num_layers": model.shape.num_layers, "pipeline_model_parallel_layout": _letters(mesh)}
     tree: dict[str, Any] = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 0}
     return tree | {f"model{n}" if mesh.vpp > 1 else "model": held for n, held in enumerate(models)}
+
+
+def _letters(mesh: Mesh) -> str | None:
+    """Uneven stages as megatron's own argument says them."""
+    return None if mesh.stages is None else f"E{'|'.join('t' * num for num in mesh.stages)}L"
 
 
 def _chunk_of(name: str, chunks: Sequence[Sequence[int]]) -> int:

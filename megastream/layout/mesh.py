@@ -1,22 +1,31 @@
-"""Meshes and layout strings: `tp2 etp1 pp4 ep8 dp4`, `tp=2,etp=1`, uneven stages `pp4(23,24,24,23)`."""
+"""Meshes and layout strings: `tp2 etp1 pp4 ep8 dp4`, `tp=2,etp=1`, uneven stages `pp4(23,24,24,23)`.
+
+With `vpp` the trainer's stages are given one by one in the order in which a token passes them, `pp2(2,1,2,2) vpp2`, or
+for each rank, `pp2(4,2) vpp2`; or both in Megatron's letters, `pp2(Ett|t|tt|ttL)`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import gcd
 
 from megastream.layout.placing import Cut
+from megastream.layout.stages import checked, pipeline_layout, spread, uneven_stages
 
 AXES = ("tp", "cp", "etp", "ep", "dp", "pp", "vpp")
-_TOKEN = re.compile(r"([a-z]+)=?([0-9]{1,6})(?:\(([0-9,\s]*)\))?")
-_SEPARATOR = re.compile(r"[\s,]+(?![^(]*\))")
+_TOKEN = re.compile(r"([a-z]+)=?([0-9]{1,6})(?:\(((?:[^()]|\([^()]*\))*)\))?(?=[\s,]|$)")
+_SEPARATOR = re.compile(r"[\s,]+")
+_NUMBERS = re.compile(r"[0-9,\s]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Sizes of the axes of one side. `stages`: decoder layers of every pipeline stage when they are uneven."""
+    """Sizes of the axes of one side. `stages`: decoder layers of every pipeline stage when they are uneven; with `vpp`,
+    of every virtual one in the order in which a token passes them.
+    """
 
     tp: int = 1
     cp: int = 1
@@ -47,17 +56,23 @@ def coords_cut(coords: Mapping[str, int], axis: str) -> Cut:
 
 
 def parse_trainer_mesh(text: str) -> Mesh:
-    """Megatron's mesh. `etp` defaults to `tp`; `dp` to the smallest that lets tp*cp*dp divide by etp*ep.
+    """Megatron's mesh. `etp` defaults to `tp`; `dp` to the smallest that lets tp*cp*dp divide by etp*ep. Its first and
+    last stage may have 0 layers: embedding, norm and head are there.
 
     ValueError restates the text and names the axis and both numbers that do not fit.
     """
-    sizes, stages = _parse(text)
+    sizes, inside = _parse(text)
     tp, cp, ep = sizes.get("tp", 1), sizes.get("cp", 1), sizes.get("ep", 1)
     etp = sizes.get("etp", tp)
     dp = sizes.get("dp", etp * ep // gcd(etp * ep, tp * cp))
     if tp * cp * dp % (etp * ep):
         raise ValueError(f"trainer layout {text!r}: tp*cp*dp={tp * cp * dp} does not divide by etp*ep={etp * ep}")
-    return Mesh(tp, cp, etp, ep, dp, sizes.get("pp", 1), sizes.get("vpp", 1), stages)
+    pp, (vpp, stages) = sizes.get("pp", 1), _trainer_stages(text, sizes, inside)
+    if vpp > 1 and pp == 1:
+        raise ValueError(
+            f"trainer layout {text!r}: vpp={vpp} needs pipeline stages, but pp=1; raise pp or leave vpp out"
+        )
+    return Mesh(tp, cp, etp, ep, dp, pp, vpp, stages)
 
 
 def parse_engine_mesh(text: str) -> Mesh:
@@ -65,7 +80,7 @@ def parse_engine_mesh(text: str) -> Mesh:
 
     ValueError restates the text, names what vLLM does not have, and the ep that it would have.
     """
-    sizes, stages = _parse(text)
+    sizes, inside = _parse(text)
     for axis in ("cp", "vpp"):
         if sizes.get(axis, 1) != 1:
             raise ValueError(f"engine layout {text!r}: {axis}={sizes[axis]}; an engine has tp, ep, pp and dp only")
@@ -80,7 +95,7 @@ def parse_engine_mesh(text: str) -> Mesh:
         raise ValueError(
             f"engine layout {text!r}: etp={sizes['etp']}; with tp={tp}, dp={dp}, ep={ep} vLLM has etp={etp}"
         )
-    return Mesh(tp=tp, etp=etp, ep=ep, dp=dp, pp=sizes.get("pp", 1), stages=stages)
+    return Mesh(tp, 1, etp, ep, dp, sizes.get("pp", 1), stages=_engine_stages(text, sizes, inside))
 
 
 def trainer_coords(mesh: Mesh, rank: int) -> dict[str, int]:
@@ -130,18 +145,20 @@ def engine_coords(mesh: Mesh, rank: int) -> dict[str, int]:
 
 def trainer_stage_layers(mesh: Mesh, num_layers: int, stage: int) -> tuple[int, ...]:
     """Global layers of a Megatron stage; with vpp, chunk c of stage s follows chunk c of stage s - 1."""
-    if mesh.stages is not None:
-        if mesh.vpp > 1:
-            raise ValueError(f"trainer layout {mesh}: uneven stages with vpp={mesh.vpp} are not supported")
-        return _explicit(mesh.stages, num_layers, stage, "trainer")
-    if num_layers % (mesh.pp * mesh.vpp):
-        raise ValueError(
-            f"trainer layout {mesh}: {num_layers} layers do not divide by pp*vpp={mesh.pp * mesh.vpp}; "
-            "give the layers of every stage, e.g. pp2(4,3)"
-        )
-    num = num_layers // (mesh.pp * mesh.vpp)
-    starts = ((chunk * mesh.pp + stage) * num for chunk in range(mesh.vpp))
-    return tuple(layer for start in starts for layer in range(start, start + num))
+    return tuple(chain.from_iterable(trainer_chunks(mesh, num_layers, stage)))
+
+
+def trainer_chunks(mesh: Mesh, num_layers: int, stage: int) -> list[tuple[int, ...]]:
+    """Likewise, of each virtual stage of it; there is one without vpp."""
+    stages = mesh.stages
+    if stages is None:
+        if num_layers % (mesh.pp * mesh.vpp):
+            raise ValueError(
+                f"trainer layout {mesh}: {num_layers} layers do not divide by pp*vpp={mesh.pp * mesh.vpp}; "
+                "give the layers of every stage, e.g. pp2(4,3)"
+            )
+        stages = uneven_stages(num_layers, mesh.pp, mesh.vpp)
+    return [_explicit(stages, num_layers, chunk * mesh.pp + stage, "trainer") for chunk in range(mesh.vpp)]
 
 
 def engine_stage_layers(mesh: Mesh, num_layers: int, stage: int) -> tuple[int, ...]:
@@ -163,28 +180,71 @@ def _explicit(stages: tuple[int, ...], num_layers: int, stage: int, side: str) -
     return tuple(range(start, start + stages[stage]))
 
 
-def _parse(text: str) -> tuple[dict[str, int], tuple[int, ...] | None]:
+def _parse(text: str) -> tuple[dict[str, int], str | None]:
+    """Sizes by axis, and what stands in parentheses behind pp."""
     sizes: dict[str, int] = {}
-    stages: tuple[int, ...] | None = None
-    for token in filter(None, _SEPARATOR.split(text.strip())):
-        match = _TOKEN.fullmatch(token)
+    inside: str | None = None
+    at = 0
+    while at < len(text):
+        if gap := _SEPARATOR.match(text, at):
+            at = gap.end()
+            continue
+        match = _TOKEN.match(text, at)
         if match is None or match[1] not in AXES:
             raise ValueError(
-                f"layout {text!r}: cannot read {token!r}; expected an axis of {', '.join(AXES)} and a size"
+                f"layout {text!r}: cannot read {_SEPARATOR.split(text[at:])[0]!r}; expected an axis of "
+                f"{', '.join(AXES)} and a size"
             )
         axis, size = match[1], int(match[2])
         if axis in sizes or size < 1:
             raise ValueError(f"layout {text!r}: axis {axis} " + ("is given twice" if axis in sizes else "has size 0"))
         sizes[axis] = size
         if match[3] is not None:
-            stages = _parse_stages(text, axis, size, match[3])
-    return sizes, stages
+            if axis != "pp":
+                raise ValueError(f"layout {text!r}: {axis}={size} lists ({match[3]}); only pp has stages")
+            inside = match[3]
+        at = match.end()
+    return sizes, inside
 
 
-def _parse_stages(text: str, axis: str, size: int, inside: str) -> tuple[int, ...]:
-    stages = tuple(int(part) for part in inside.split(",") if part.strip())
-    if axis != "pp" or len(stages) != size or 0 in stages:
-        raise ValueError(
-            f"layout {text!r}: {axis}={size} lists {len(stages)} stage sizes; pp needs one above 0 for each"
-        )
-    return stages
+def _trainer_stages(text: str, sizes: Mapping[str, int], inside: str | None) -> tuple[int, tuple[int, ...] | None]:
+    """vpp, and the layers of every (virtual) stage."""
+    pp, vpp = sizes.get("pp", 1), sizes.get("vpp", 1)
+    if inside is None:
+        return vpp, None
+    try:
+        if not _NUMBERS.fullmatch(inside):
+            stages = pipeline_layout(inside)
+            vpp = sizes.get("vpp", max(len(stages) // pp, 1))  # letters say it themselves
+        else:
+            stages = _numbers(inside)
+            stages = spread(stages, vpp) if len(stages) == pp else stages
+        _check_stages(len(stages), pp, vpp)
+        return vpp, checked(stages, f"pp={pp}")
+    except ValueError as error:
+        raise ValueError(f"trainer layout {text!r}: {error}") from error
+
+
+def _engine_stages(text: str, sizes: Mapping[str, int], inside: str | None) -> tuple[int, ...] | None:
+    if inside is None:
+        return None
+    try:
+        if not _NUMBERS.fullmatch(inside):
+            raise ValueError(f"cannot read ({inside}); give the layers of each stage in numbers")
+        stages = _numbers(inside)
+        _check_stages(len(stages), sizes["pp"])
+        if 0 in stages:
+            raise ValueError(f"stages of {stages} layers; each needs one above 0")
+        return stages
+    except ValueError as error:
+        raise ValueError(f"engine layout {text!r}: {error}") from error
+
+
+def _numbers(inside: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall("[0-9]+", inside))
+
+
+def _check_stages(num: int, pp: int, vpp: int = 1) -> None:
+    if num != pp * vpp:
+        also = f", vpp={vpp}" if vpp > 1 else ""
+        raise ValueError(f"pp={pp}{also} lists {num} stage sizes; it needs one for each of {pp * vpp} stages")

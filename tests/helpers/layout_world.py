@@ -56,7 +56,8 @@ def make_world(
     mesh, layers = parse_trainer_mesh(trainer), split_layers(model.raw["num_hidden_layers"], trainer_stages)
     for rank in range(mesh.world_size):
         at = trainer_coords(mesh, rank)
-        params = megatron_rank(model, at, layers[at["pp"]], te, pad * mesh.tp, swap)
+        own = [layer for chunk in range(mesh.vpp) for layer in layers[chunk * mesh.pp + at["pp"]]]
+        params = megatron_rank(model, at, own, te, pad * mesh.tp, swap)
         _add_trainer(world, mesh, rank, params, bucket, ownership)
     mesh, layers = parse_engine_mesh(engine), split_layers(model.raw["num_hidden_layers"], engine_stages)
     for rank in range(mesh.world_size):

@@ -21,7 +21,7 @@ from tests.helpers.layout_world import differing, make_world
 
 NUM_PAIRS = 500
 Pair = tuple[str, tuple[int, ...], str, tuple[int, ...]]
-"""Trainer, its stages, engine, its stages."""
+"""Trainer, its stages (virtual ones in the order of the pipeline), engine, its stages."""
 
 AWKWARD = [
     # 7 layers; who sends, Transformer Engine's names
@@ -31,6 +31,8 @@ AWKWARD = [
     pytest.param(("tp4 etp2 ep2 dp1", (7,), "tp8 ep8", (7,)), "replica", False, marks=pytest.mark.full),
     pytest.param(("tp1 dp3", (7,), "pp3", (2, 3, 2)), "slice", True, marks=pytest.mark.full),
     pytest.param(("cp2 ep2 dp2", (7,), "tp2 dp4 ep8", (7,)), "slice", False, marks=pytest.mark.full),
+    pytest.param(("ep2 pp2 vpp2", (2, 1, 3, 1), "tp2 pp2", (3, 4)), "slice", True, marks=pytest.mark.full),
+    pytest.param(("tp2 pp3", (0, 7, 0), "tp2 ep2", (7,)), "replica", False, marks=pytest.mark.full),
 ]
 
 FEATURES: dict[str, Callable[[Mesh, Mesh, Pair], bool]] = {
@@ -38,6 +40,8 @@ FEATURES: dict[str, Callable[[Mesh, Mesh, Pair], bool]] = {
     "no expert parallelism, and replicas": lambda t, e, pair: t.ep == 1 and t.dp > 1,
     "context parallelism": lambda t, e, pair: t.cp > 1,
     "uneven stages of the trainer": lambda t, e, pair: len(set(pair[1])) > 1,
+    "virtual stages": lambda t, e, pair: t.vpp > 1,
+    "stages without layers": lambda t, e, pair: 0 in pair[1],
     "uneven stages of the engine": lambda t, e, pair: len(set(pair[3])) > 1,
     "more engine ranks than key/value heads": lambda t, e, pair: e.tp > 2,
     "expert parallelism on both sides": lambda t, e, pair: t.ep > 1 and e.ep > 1,
@@ -52,6 +56,7 @@ LEAST = 20
 def all_pairs() -> list[Pair]:
     """Every valid pair of layouts for 3 layers, 4 experts, 4 query and 2 key/value heads, up to 2 * ep replicas."""
     splits = [(3,), (1, 2), (2, 1), (1, 1, 1)]
+    stages = {1: [*splits, (0, 3), (1, 2, 0)], 2: [(1, 1, 1, 0), (0, 1, 1, 1)]}  # by vpp
     trainers = []
     cuts = [(1, 1), (2, 1), (2, 2), (1, 2), (4, 2), (4, 1)]
     for (tp, etp), ep, more, cp in product(cuts, (1, 2, 4), (1, 2), (1, 2)):
@@ -61,7 +66,8 @@ def all_pairs() -> list[Pair]:
             continue  # Megatron would reduce unlike shards of experts with each other, in its dense buckets
         if cp > 1 and more > 1:
             continue
-        trainers += [(f"tp{tp} cp{cp} etp{etp} ep{ep} dp{dp} pp{len(stages)}", stages) for stages in splits]
+        size = f"tp{tp} cp{cp} etp{etp} ep{ep} dp{dp}"
+        trainers += [(f"{size} pp{len(each) // vpp} vpp{vpp}", each) for vpp in stages for each in stages[vpp]]
     sizes = ["tp1", "tp2", "tp2 ep2", "tp4", "tp4 ep4", "dp2 ep2", "tp2 dp2 ep4", "tp2 dp2"]
     engines = [(f"{size} pp{len(stages)}", stages) for size, stages in product(sizes, splits)]
     return [(*trainer, *engine) for trainer, engine in product(dict.fromkeys(trainers), engines)]

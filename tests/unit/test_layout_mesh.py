@@ -13,6 +13,7 @@ from megastream.layout.mesh import (
     engine_stage_layers,
     parse_engine_mesh,
     parse_trainer_mesh,
+    trainer_chunks,
     trainer_coords,
     trainer_stage_layers,
 )
@@ -27,6 +28,12 @@ from megastream.layout.mesh import (
         ("pp=2(4, 3) ep2", Mesh(pp=2, ep=2, dp=2, stages=(4, 3))),
         ("tp2 ep2", Mesh(tp=2, etp=2, ep=2, dp=2)),
         ("", Mesh()),
+        ("pp2(2,1,2,2) vpp2", Mesh(pp=2, vpp=2, stages=(2, 1, 2, 2))),
+        ("vpp=2, pp=2(4,2)", Mesh(pp=2, vpp=2, stages=(2, 1, 2, 1))),
+        ("pp2(Ett|t|tt|ttL) ep2", Mesh(pp=2, vpp=2, ep=2, dp=2, stages=(2, 1, 2, 2))),
+        ("tp2 pp4(E|(t,t|)*2,L)", Mesh(tp=2, etp=2, pp=4, stages=(0, 2, 2, 0))),
+        ("pp2(Et*3|ttmmL)", Mesh(pp=2, stages=(3, 2))),
+        ("pp2(7,0)", Mesh(pp=2, stages=(7, 0))),
     ],
 )
 def test_trainer_strings(text: str, mesh: Mesh) -> None:
@@ -41,8 +48,21 @@ def test_trainer_strings(text: str, mesh: Mesh) -> None:
         ("tp", "cannot read 'tp'"),
         ("xp2", "expected an axis of tp, cp"),
         ("pp2(4,3,2)", "pp=2 lists 3 stage sizes"),
-        ("pp2(7,0)", "above 0"),
-        ("ep2(1,1)", "ep=2 lists 2"),
+        ("pp3(4,0,3)", r"stages of \(4, 0, 3\) layers; each needs one above 0, but for the first and the last"),
+        ("pp2(2,0,2,2) vpp2", "each needs one above 0"),
+        ("ep2(1,1)", r"ep=2 lists \(1,1\); only pp has stages"),
+        ("pp2(3,2) vpp2", "3 layers of a stage do not divide by vpp=2"),
+        ("pp2(1,2,3) vpp2", "pp=2, vpp=2 lists 3 stage sizes; it needs one for each of 4 stages"),
+        ("pp2(Et|t|L)", "pp=2 lists 3 stage sizes"),
+        ("pp2(tt|tL)", "one E comes first and one L last"),
+        ("pp3(|Et|tL)", "one E comes first"),
+        ("pp3(Et|tm|L)", "m only beside L"),
+        ("pp2(Et|mtL)", "m only beside L"),
+        ("pp2(Ex|tL)", "cannot read 'x'; letters are E, t, m and L"),
+        ("pp2(E(t*99999)*99999|L)", "more than 10000 letters"),
+        ("pp2(Et*9999999|L)", r"cannot read '\*'"),
+        ("vpp2", "vpp=2 needs pipeline stages, but pp=1"),
+        ("pp2(4,3", r"cannot read 'pp2\(4'"),
         ("tp2 ep3 dp2", r"tp\*cp\*dp=4 does not divide by etp\*ep=6"),
     ],
 )
@@ -59,6 +79,9 @@ def test_bad_trainer_strings(text: str, words: str) -> None:
         ("tp2 etp1", "etp=1; with tp=2, dp=1, ep=1 vLLM has etp=2"),
         ("tp=2,cp=2", "cp=2; an engine has tp, ep, pp and dp only"),
         ("pp2 vpp2", "vpp=2"),
+        ("pp2(7,0)", r"stages of \(7, 0\) layers; each needs one above 0"),
+        ("pp2(4)", "pp=2 lists 1 stage sizes"),
+        ("pp2(Et|tL)", r"cannot read \(Et\|tL\); give the layers of each stage in numbers"),
     ],
 )
 def test_bad_engine_strings(text: str, words: str) -> None:
@@ -81,6 +104,8 @@ def test_layers_of_stages() -> None:
     assert trainer_stage_layers(Mesh(pp=2, vpp=2), 8, 0) == (0, 1, 4, 5)
     assert trainer_stage_layers(Mesh(pp=2, vpp=2), 8, 1) == (2, 3, 6, 7)
     assert [len(trainer_stage_layers(Mesh(pp=3, stages=(3, 2, 2)), 7, s)) for s in range(3)] == [3, 2, 2]
+    both = Mesh(pp=2, vpp=2, stages=(0, 3, 2, 1))
+    assert [trainer_chunks(both, 6, stage) for stage in (0, 1)] == [[(), (3, 4)], [(0, 1, 2), (5,)]]
     with pytest.raises(ValueError, match=r"\(4, 4\) hold 8 layers, the model has 7"):
         trainer_stage_layers(Mesh(pp=2, stages=(4, 4)), 7, 0)
     for pp, sizes in ((2, [4, 3]), (3, [2, 3, 2]), (4, [2, 2, 2, 1]), (5, [1, 1, 2, 2, 1])):
@@ -154,7 +179,17 @@ def test_engine_expert_groups_equal_vllm() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["tp1", "tp2 etp1 ep8 dp4 pp2", "tp4 etp1 ep4 dp4", "tp2 pp2(25,23)", "tp1 cp2 ep4 dp2", "tp2 dp2 pp2 vpp3"]
+    "text",
+    [
+        "tp1",
+        "tp2 etp1 ep8 dp4 pp2",
+        "tp4 etp1 ep4 dp4",
+        "tp2 pp2(25,23)",
+        "tp1 cp2 ep4 dp2",
+        "tp2 dp2 pp2 vpp3",
+        "tp1 pp3(0,3,0)",
+        "tp1 pp2(2,1,2,2) vpp2",
+    ],
 )
 def test_a_printed_trainer_layout_is_read_back(text: str) -> None:
     mesh = parse_trainer_mesh(text)
