@@ -21,7 +21,7 @@ from megastream.layout.mesh import Mesh, parse_engine_mesh, parse_trainer_mesh
 from megastream.layout.synthetic import engine_layouts, trainer_layouts
 from megastream.plan import build_plan
 from megastream.plan.cost import plan_cost
-from megastream.plan.expected import expect, load_of
+from megastream.plan.expected import expect, load_of, parts_of
 from megastream.plan.hardware import PROFILES, profile
 from megastream.plan.pieces import PieceTable
 from megastream.plan.tiers import StagingBudget
@@ -97,6 +97,7 @@ def _report(
     both, staging = plan.pieces.tables, staging_of(plan.pieces, budget, staging_sets)
     is_expert = [family.place(spec.name).kind == "expert" for spec in both.tensors]
     active = shape.top_k / shape.num_experts if shape.num_experts else 1.0
+    asked = load_of(both, is_expert, active), parts_of(plan.pieces, plan.num_engine_ranks)
     return Report(
         model=model if not Path(model).exists() else Path(model).name,
         num_parameters=num_parameters(shape),
@@ -111,7 +112,7 @@ def _report(
         hardware=machine,
         expected=None
         if machine is None
-        else expect(cost, load_of(both, is_expert, active), machine, staging.host_set_bytes, staging.pulled_bytes),
+        else expect(cost, *asked, machine, staging.host_set_bytes, staging.pulled_bytes),
     )
 
 

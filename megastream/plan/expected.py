@@ -16,6 +16,8 @@ import numpy as np
 from megastream.plan.cost import PlanCost
 from megastream.plan.hardware import Hardware
 from megastream.plan.table import Tables
+from megastream.plan.types import Pieces
+from megastream.plan.unit import experts_of
 
 FORMULAS = {
     "wire": "slowest rank's bytes / lane rate + its messages x piece_s",
@@ -28,6 +30,10 @@ FORMULAS = {
     "commit": "slowest engine rank: 2 x its bytes that wait on the device / memory rate (read and written once) + "
     "those in host memory / host rate + those that it pulls / lane rate",
     "version": "policy + commit; the engine stands still for the commit",
+    "stage": "policy + the longest commit of one trainer stage's units, a rank's commit taken by its bytes; the engine "
+    "stands still for those of all stages, one behind the other",
+    "idle_experts": "policy + commit without idle_share of the bytes of experts, which are live before; the engine "
+    "stands still for both parts",
     "pause": "whole-model way: step + full tensors / lane rate + tensors of a rank x load_tensor_s + pause_s; the "
     "engine stands still for all of it but the step",
 }
@@ -56,8 +62,19 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """Bytes that gates in parts commit apart: `stages[trainer stage][engine rank]`, `experts[engine rank]`."""
+
+    stages: tuple[tuple[int, ...], ...]
+    experts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Expected:
-    """Seconds. `sent_s` by finality policy; `live_s` and `stall_s` (how long the engine stands still) by gate too."""
+    """Seconds. `sent_s` by finality policy; `live_s` and `stall_s` (how long the engine stands still) by gate too.
+
+    Gates in parts are left out where a commit pulls, because they need everything staged.
+    """
 
     wire_s: float
     step_s: float
@@ -94,9 +111,22 @@ def load_of(both: Tables, is_expert: Sequence[bool], active: float) -> Load:
     )
 
 
+def parts_of(pieces: Pieces, num_targets: int) -> Parts:
+    """What the units of a plan's pieces are parts of."""
+    stage = np.array([int(unit[1:].partition(".")[0]) for unit in pieces.units], dtype=np.int64)
+    expert = np.array([experts_of(unit) is not None for unit in pieces.units], dtype=bool)
+    num_stages = int(stage.max(initial=0)) + 1
+    places = stage[pieces.unit] * num_targets + pieces.target
+    stages = np.bincount(places, pieces.num_bytes, num_stages * num_targets).astype(np.int64)
+    experts = np.bincount(pieces.target, pieces.num_bytes * expert[pieces.unit], num_targets).astype(np.int64)
+    rows = stages.reshape(num_stages, num_targets).tolist()
+    return Parts(tuple(map(tuple, rows)), tuple(experts.tolist()))
+
+
 def expect(
     cost: PlanCost,
     load: Load,
+    parts: Parts,
     hardware: Hardware,
     host_bytes: Mapping[int, int] = NO_BYTES,
     pulled_bytes: Mapping[int, int] = NO_BYTES,
@@ -110,12 +140,13 @@ def expect(
     step = STATE_BYTES * load.step_parameters / memory + load.gather_bytes / lane
     flops = hardware.peak_flops_per_s.value * hardware.utilization.value
     backward = 4 * load.active_parameters * hardware.microbatch_tokens.value / flops
-    commit = 0.0
+    commits: list[float] = []
     for rank, num in cost.by_target.items():  # buffers may be larger than what is sent of them
         host = min(host_bytes.get(rank, 0), num)
         pulled = min(pulled_bytes.get(rank, 0), num - host)
         copied = 2 * (num - host - pulled) / memory
-        commit = max(commit, copied + host / hardware.host_bytes_per_s.value + pulled / lane)
+        commits.append(copied + host / hardware.host_bytes_per_s.value + pulled / lane)
+    commit = max(commits, default=0.0)
     n = load.buckets
     streamed = max((step + wire) / n, step / n + wire - backward)
     sent = {
@@ -126,8 +157,11 @@ def expect(
     }
     full = max(load.full_receive_bytes, load.full_send_bytes) / lane
     pause = full + load.tensors * hardware.load_tensor_s.value + hardware.pause_s.value
-    live = {(policy, "version"): seconds + commit for policy, seconds in sent.items()}
-    stall = dict.fromkeys(live, commit)
+    gates = {"version": (commit, commit)}
+    if not any(pulled_bytes.values()):
+        gates |= _in_parts(_values(cost.by_target), commits, parts, hardware.idle_share.value)
+    live = {(policy, gate): sent[policy] + last for gate, (last, _) in gates.items() for policy in sent}
+    stall = {(policy, gate): still for gate, (_, still) in gates.items() for policy in sent}
     return Expected(
         wire,
         step,
@@ -137,6 +171,24 @@ def expect(
         live | {("whole", "pause"): step + pause},
         stall | {("whole", "pause"): pause},
     )
+
+
+def _in_parts(
+    sizes: Sequence[int], commits: Sequence[float], parts: Parts, idle_share: float
+) -> dict[str, tuple[float, float]]:
+    """By gate: seconds of the commit that makes a version whole, and of all of its commits."""
+
+    def longest(part: Sequence[float]) -> float:
+        """Of a commit of so many bytes of each rank."""
+        return max((took * num / max(size, 1) for took, num, size in zip(commits, part, sizes, strict=True)), default=0)
+
+    by_stage = [longest(stage) for stage in parts.stages]
+    gates = {"stage": (max(by_stage), sum(by_stage))}
+    if any(parts.experts):
+        ahead = [idle_share * num for num in parts.experts]
+        rest = longest([size - num for size, num in zip(sizes, ahead, strict=True)])
+        gates["idle_experts"] = rest, rest + longest(ahead)
+    return gates
 
 
 def _dense_replicas(coords: Mapping[str, int]) -> int:

@@ -35,6 +35,8 @@ class Hardware:
     """vLLM's own weight reload, for each Hugging Face tensor that a rank holds a part of."""
     pause_s: Sourced
     """Fixed part of vLLM's pause and resume."""
+    idle_share: Sourced
+    """Part of the experts that recent batches hardly used, by bytes."""
 
 
 _TENSOR = Sourced(
@@ -54,6 +56,7 @@ _PIECE = Sourced(
 )
 _UTILIZATION = Sourced(0.35, "assumed")
 _TOKENS = Sourced(4096, "assumed")
+_IDLE = Sourced(0.5, "assumed")
 
 PROFILES: dict[str, Hardware] = {
     profile.name: profile
@@ -73,6 +76,7 @@ PROFILES: dict[str, Hardware] = {
             microbatch_tokens=_TOKENS,
             load_tensor_s=_TENSOR,
             pause_s=_PAUSE,
+            idle_share=_IDLE,
         ),
         Hardware(
             name="h200-nvlink",
@@ -85,6 +89,7 @@ PROFILES: dict[str, Hardware] = {
             microbatch_tokens=_TOKENS,
             load_tensor_s=_TENSOR,
             pause_s=_PAUSE,
+            idle_share=_IDLE,
         ),
     )
 }
