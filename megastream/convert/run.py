@@ -150,18 +150,25 @@ def _check_paths(source: Path, target: Path) -> None:
         raise ConvertError(f"{target} is a file; choose another target")
 
 
+def plan_between(sources: Sequence[RankLayout], targets: Sequence[RankLayout], model: Model) -> Plan:
+    """The same plan that a training has between its ranks and an engine's, here between any holders of weights.
+
+    ValueError names what the sources lack, or what would be written twice.
+    """
+    return build_plan(
+        _once(sources),
+        [replace(layout, side="engine") for layout in targets],
+        model.family,
+        kind="convert",
+        piece_bytes=_PIECE_BYTES,
+        experts_per_unit=max(model.shape.num_experts, 1),
+        finality="whole",
+    )
+
+
 def _plan(source: Holding, target: Holding, model: Model) -> Plan:
-    """The same plan that a training has between its ranks and an engine's, here between files and files."""
     try:
-        return build_plan(
-            _once(source.layouts),
-            [replace(layout, side="engine") for layout in target.layouts],
-            model.family,
-            kind="convert",
-            piece_bytes=_PIECE_BYTES,
-            experts_per_unit=max(model.shape.num_experts, 1),
-            finality="whole",
-        )
+        return plan_between(source.layouts, target.layouts, model)
     except ValueError as error:
         raise ConvertError(f"{source.folder} cannot become {target.folder}: {error}") from error
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from megastream.layout.box import Box
 from megastream.layout.engine import EngineParam, engine_rank_layout
 from megastream.layout.mesh import Mesh, engine_coords, parse_engine_mesh, parse_trainer_mesh, trainer_coords
-from megastream.layout.shard import BufferSpec, RankLayout
+from megastream.layout.pack import row_major_strides
+from megastream.layout.shard import BufferSpec, RankLayout, Shard
 from megastream.layout.trainer import TrainerParam, trainer_rank_layout
 from megastream.plan import Plan, build_plan
 from tests.helpers.layout_reference import Arrays, Model, megatron_rank, split_layers, vllm_experts, vllm_rank
@@ -50,23 +53,58 @@ def make_world(
     bucket: int = 30_000,
     pad: int = 8,
     swap: bool = False,
+    alone: bool = False,
 ) -> World:
-    """Fills NaN-poisoned trainer buffers (only what each rank owns) and describes both sides."""
+    """Fills NaN-poisoned trainer buffers (only what each rank owns) and describes both sides.
+
+    `alone`: each parameter of the trainer is a buffer of its own, as in files, and `bucket` counts for nothing.
+    """
     world = World(model)
     mesh, layers = parse_trainer_mesh(trainer), split_layers(model.raw["num_hidden_layers"], trainer_stages)
     for rank in range(mesh.world_size):
         at = trainer_coords(mesh, rank)
         own = [layer for chunk in range(mesh.vpp) for layer in layers[chunk * mesh.pp + at["pp"]]]
         params = megatron_rank(model, at, own, te, pad * mesh.tp, swap)
-        _add_trainer(world, mesh, rank, params, bucket, ownership)
+        _add_trainer(world, mesh, rank, params, 1 if alone else bucket, ownership, 0 if alone else 3)
     mesh, layers = parse_engine_mesh(engine), split_layers(model.raw["num_hidden_layers"], engine_stages)
     for rank in range(mesh.world_size):
         _add_engine(world, mesh, rank, layers)
     return world
 
 
-def _add_trainer(world: World, mesh: Mesh, rank: int, arrays: Arrays, bucket: int, ownership: Any) -> None:
-    """Buckets as Megatron fills them: reverse order, experts apart when ep > 1, gaps between parameters."""
+def turned(world: World) -> World:
+    """From the engine's ranks to the trainer's, of a world whose trainer ranks own all that they hold."""
+    return World(
+        world.model,
+        trainer=[replace(layout, side="trainer") for layout in world.engine],
+        engine=[replace(layout, side="engine") for layout in world.trainer],
+        sources={key: array.ravel() for key, array in world.expected.items()},
+        expected=dict(world.sources),
+    )
+
+
+def from_hf(world: World) -> World:
+    """From the full Hugging Face tensors to the trainer's ranks of such a world."""
+    model = world.model
+    specs = model.family.tensors(model.shape)
+    hf = RankLayout(
+        side="trainer",
+        rank=0,
+        world_size=1,
+        coords={"pp": 0, "ep": 0},
+        tensors=specs,
+        buffers=tuple(BufferSpec(spec.name, prod(spec.shape), spec.dtype) for spec in specs),
+        shards=tuple(
+            Shard(spec.name, Box.full(spec.shape), 0, spec.name, 0, row_major_strides(spec.shape)) for spec in specs
+        ),
+    )
+    back = turned(world)
+    sources = {(0, name): array.ravel() for name, array in model.tensors.items()}
+    return World(model, trainer=[hf], engine=back.engine, sources=sources, expected=back.expected)
+
+
+def _add_trainer(world: World, mesh: Mesh, rank: int, arrays: Arrays, bucket: int, ownership: Any, gap: int) -> None:
+    """Buckets as Megatron fills them: reverse order, experts apart when ep > 1, a gap behind each parameter."""
     at = trainer_coords(mesh, rank)
     contents: dict[str, list[tuple[str, np.ndarray]]] = {}
     counts = {"d": 0, "e": 0}
@@ -83,9 +121,9 @@ def _add_trainer(world: World, mesh: Mesh, rank: int, arrays: Arrays, bucket: in
         flat: list[np.ndarray] = []
         for name, array in items:
             params.append(TrainerParam(name, array.shape, key, sum(map(len, flat))))
-            flat += [array.ravel(), np.full(3, np.nan, np.float32)]
+            flat += [array.ravel(), np.full(gap, np.nan, np.float32)]
         data = np.concatenate(flat)
-        data = np.concatenate([data, np.full(-len(data) % owners, np.nan, np.float32)])
+        data = np.concatenate([data, np.full(-len(data) % owners if gap else 0, np.nan, np.float32)])
         share = len(data) // owners
         owned[key] = index * share, (index + 1) * share
         if ownership == "slice":

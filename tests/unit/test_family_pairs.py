@@ -9,15 +9,18 @@ import random
 from collections.abc import Callable
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megastream.convert.model import Model as FileModel
+from megastream.convert.run import plan_between
 from megastream.families import FAMILIES
 from megastream.layout.mesh import Mesh, parse_engine_mesh, parse_trainer_mesh
 from tests.helpers.layout_reference import Model, awkward, tiny
-from tests.helpers.layout_world import differing, make_world
+from tests.helpers.layout_world import differing, from_hf, make_world, turned
 
 NUM_PAIRS = 500
 Pair = tuple[str, tuple[int, ...], str, tuple[int, ...]]
@@ -50,6 +53,8 @@ FEATURES: dict[str, Callable[[Mesh, Mesh, Pair], bool]] = {
 }
 LEAST = 20
 """Pairs with each of these, at least."""
+FEW = 3
+"""Pairs of each family that go the other way with the default tests."""
 
 
 @cache
@@ -103,6 +108,22 @@ def check(
     assert plan.payload_bytes == 4 * needed and sum(plan.elements.values()) == needed, pair
 
 
+def check_back(model: Model, pair: Pair, te: bool, *, pad: int = 4) -> None:
+    """The other way round: from the engine's ranks, and from Hugging Face's tensors, into trainer buffers of NaN.
+
+    Every element arrives once on every trainer rank that has it; padded rows stay as they were.
+    """
+    trainer, stages, engine, engine_stages = pair
+    sizes = dict(trainer_stages=stages, engine_stages=engine_stages, te=te, pad=pad)
+    world = make_world(model, trainer, engine, alone=True, **sizes)
+    files = FileModel(model.family, model.shape, Path())
+    for back in (turned(world), from_hf(world)):
+        plan = plan_between(back.trainer, back.engine, files)
+        assert differing(back, plan) == [], pair
+        needed = sum(int((array == array).sum()) for array in back.expected.values())
+        assert plan.payload_bytes == 4 * needed, pair
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("pair", "ownership", "te"), AWKWARD)
 def test_awkward_sizes_arrive_once(family: str, pair: Pair, ownership: str, te: bool) -> None:
@@ -154,3 +175,30 @@ def test_five_hundred_pairs_of_layouts(family: str) -> None:
         check(model, pair, ownership, te, bucket=bucket, experts_per_unit=experts_per_unit)
         done.add(pair)
     assert len(done) >= 500
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_other_way_round(family: str) -> None:
+    """A few of the pairs of the test below."""
+    draw = random.Random(f"{family} back")
+    for pair in drawn(family)[:FEW]:
+        check_back(tiny(family, draw.random() < 0.5), pair, draw.random() < 0.5)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_five_hundred_pairs_the_other_way_round(family: str) -> None:
+    draw, done = random.Random(f"{family} back"), set()
+    for number, pair in enumerate(drawn(family)):
+        model = tiny(family, draw.random() < 0.5, number % 5 == 0)
+        check_back(model, pair, draw.random() < 0.5)
+        done.add(pair)
+    assert len(done) >= 500
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("pair", "ownership", "te"), AWKWARD)
+def test_awkward_sizes_the_other_way_round(family: str, pair: Pair, ownership: str, te: bool) -> None:
+    check_back(awkward(family), pair, te, pad=8)
