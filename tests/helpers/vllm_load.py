@@ -141,7 +141,7 @@ def _state(model: torch.nn.Module, job: dict[str, Any], rank: int) -> list[str]:
 
     folder = Path(job["model"])
     ours = find_model(folder, None)
-    dtypes = target_dtypes(read_form(folder, ours, None), ours, "sharded_state")
+    dtypes = target_dtypes(read_form(folder, ours, None), ours, "sharded_state", None)
     layout = f"tp{job['tp']} pp{job['pp']} ep{job['tp'] if job['ep'] else 1}"
     stage, tp = divmod(rank, job["tp"])
     name = f"model-pp-{stage}-tp-{tp}-part-0" if job["pp"] > 1 else f"model-rank-{tp}-part-0"

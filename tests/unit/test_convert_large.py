@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -50,6 +51,8 @@ from megastream.convert.run import convert
 
 source, target, to, layout, dtype, mib = sys.argv[1:]
 options = Options(to=to, to_layout=layout or None, dtype=dtype or None, memory_bytes=int(mib) << 20)
+if to in ("mp_rank", "torch_dist"):  # whose own objects stand in their files
+    import torch.distributed.checkpoint
 Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of the imports
 
 
@@ -63,23 +66,44 @@ print(peak_kib() - before)
 """
 
 
+def write_holes(folder: Path) -> Path:
+    """A model of 600 MB in one file that takes no disk."""
+    config = hf_config(tiny_config(hidden=1024, heads=8, head_dim=128, experts=16, expert_ffn=1024, vocab=32768))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    shape = load_shape(config)
+    file, _ = layout_file("model.safetensors", family_of(shape).tensors(shape))
+    assert file.num_bytes > 550_000_000
+    with (folder / file.name).open("wb") as written:
+        written.truncate(file.num_bytes)
+        written.write(file.fixed[0][1])
+    return folder
+
+
+def grown_bytes(source: Path, target: Path, to: str, layout: str = "", dtype: str = "") -> int:
+    """By how much the peak of what is resident grows in a conversion with 64 MiB."""
+    command = [sys.executable, "-c", MEASURE, str(source), str(target), to, layout, dtype, "64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return int(done.stdout) * 1024
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("to", "layout", "dtype"),
     [("hf", "", ""), ("hf", "", "fp8-block128"), ("sharded_state", "tp4", ""), ("sharded_state", "tp4 ep4", "")],
 )
 def test_memory_is_the_budgets(tmp_path: Path, to: str, layout: str, dtype: str) -> None:
-    """600 MB of holes, converted with 64 MiB: what is resident at the most grows by less."""
-    config = hf_config(tiny_config(hidden=1024, heads=8, head_dim=128, experts=16, expert_ffn=1024, vocab=32768))
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
-    shape = load_shape(config)
-    file, _ = layout_file("model.safetensors", family_of(shape).tensors(shape))
-    assert file.num_bytes > 550_000_000
-    with (tmp_path / "a" / file.name).open("wb") as written:
-        written.truncate(file.num_bytes)
-        written.write(file.fixed[0][1])
-    command = [sys.executable, "-c", MEASURE, str(tmp_path / "a"), str(tmp_path / "b"), to, layout, dtype, "64"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) * 1024 < 64 << 20
+    assert grown_bytes(write_holes(tmp_path / "a"), tmp_path / "b", to, layout, dtype) < 64 << 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("form", "layout"), [("mp_rank", "tp2 etp1 ep4 pp2 dp2"), ("torch_dist", "")])
+def test_memory_is_the_budgets_with_torchs_files_both_ways(tmp_path: Path, form: str, layout: str) -> None:
+    source, there, back = write_holes(tmp_path / "a"), tmp_path / "b", tmp_path / "c"
+    try:
+        assert grown_bytes(source, there, form, layout) < 64 << 20
+        assert grown_bytes(there, back, "hf") < 64 << 20
+    finally:
+        for folder in (there, back):
+            shutil.rmtree(folder, ignore_errors=True)  # 600 MB each
