@@ -112,6 +112,17 @@ def ranks(tmp: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     return source
 
 
+def half_of(form: str, name: str, layout: str | None = None) -> Callable[[Path], Path]:
+    """A folder of a form in which one file is cut off."""
+
+    def make(tmp: Path) -> Path:
+        source = converted(whole(tmp).rename(tmp / "hf"), tmp / "source", form, to_layout=layout)
+        os.truncate(source / name, (source / name).stat().st_size // 2)
+        return source
+
+    return make
+
+
 def unequal_replicas(tmp: Path) -> Path:
     return ranks(tmp, lambda model: model[Q_NORM][5].fill_(77.0))
 
@@ -149,6 +160,18 @@ CASES = {
     ),
     "shards that leave a hole": Case(shards_leave_a_hole, ("(hf) lacks", FIRST_LACKING, "fetch the rest of it")),
     "a distributed checkpoint with a hole": Case(ranks_leave_a_hole, ("__0_0.distcp", "cannot be read")),
+    "a truncated file of a rank": Case(
+        half_of("mp_rank", "mp_rank_01_001/model_optim_rng.pt", "tp2 etp1 ep2"),
+        ("mp_rank_01_001/model_optim_rng.pt", "a damaged one", "save it again"),
+    ),
+    "a truncated distributed checkpoint": Case(
+        half_of("torch_dist", "__0_0.distcp"), ("__0_0.distcp", "a damaged one", "save it again")
+    ),
+    "a truncated index of one": Case(half_of("torch_dist", ".metadata"), (".metadata", "damaged", "save it again")),
+    "a truncated file of an engine's rank": Case(
+        half_of("sharded_state", "model-rank-1-part-0.safetensors", "tp2"),
+        ("model-rank-1-part-0.safetensors", "cut off", "fetch it again"),
+    ),
     "unequal replicas": Case(
         unequal_replicas, (f"{NAME}[5]", "77", "of rank 0 in", "mp_rank_01_001", "take the files of one save")
     ),
