@@ -56,7 +56,7 @@ def _count_from_one(model: Any) -> None:
             parameter.data += 1
 
 
-def build(family: str, vocab: int, tp: int) -> Any:
+def build(family: str, vocab: int, tp: int, **mesh: Any) -> Any:
     """GPTModel of a family in fp32, local specs, a rank's part of it. Needs megatron's mesh."""
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt import GPTModel
@@ -86,7 +86,7 @@ def build(family: str, vocab: int, tp: int) -> Any:
         params_dtype=torch.float32,
         tensor_model_parallel_size=tp,
     )
-    fixed |= ours.megatron
+    fixed |= ours.megatron | mesh
     fusions = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
     if fixed["activation_func"] == "quick_gelu":
         fixed["activation_func"] = quick_gelu
