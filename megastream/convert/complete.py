@@ -45,9 +45,8 @@ def check_complete(holding: Holding, model: Model, *, fp8: bool = False) -> None
     missing = [name for name in expected if name not in shards]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise ConvertError(
-            f"{holding.folder} ({holding.form}) lacks {', '.join(missing[:5])}{more}; fetch the rest of it"
-        )
+        remedy = f"fetch the rest of it{_if_packed(holding)}"
+        raise ConvertError(f"{holding.folder} ({holding.form}) lacks {', '.join(missing[:5])}{more}; {remedy}")
     for name, spec in expected.items():
         rest = [Box.full(spec.shape)]
         for box in {shard.box for shard in shards[name]}:
@@ -58,6 +57,12 @@ def check_complete(holding: Holding, model: Model, *, fp8: bool = False) -> None
                 f"{holding.folder} ({holding.form}) lacks {num} of {prod(spec.shape)} elements of {name}, from "
                 f"{rest[0].lo} to {rest[0].hi}; a file is missing, or the layout is another one"
             )
+
+
+def _if_packed(holding: Holding) -> str:
+    if holding.form != "sharded_state":
+        return ""
+    return ", or, if an engine saved it whose kernels pack weights, convert what that was started from"
 
 
 def _check_dtypes(holding: Holding, fp8: bool) -> None:

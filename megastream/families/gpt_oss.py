@@ -4,8 +4,7 @@ with gate and up in turns.
 Megatron has one parameter for each expert, gate above up; vLLM stacks them with rows of gate and up in turns, and gives
 the bias behind the experts' sum to the first tensor-parallel rank only. The published checkpoints hold experts in MXFP4
 and must be converted to bf16 before. Megatron's names are those of its local spec (softmax offset) and of
-TEGroupedMLP; how Transformer Engine shapes the softmax offset was not seen. vLLM's names
-are read from the source of 0.32; what it loads itself was compared on two ranks, PP=2 and TP=2 with EP.
+TEGroupedMLP; how Transformer Engine shapes the softmax offset was not seen.
 """
 
 from __future__ import annotations

@@ -20,7 +20,11 @@ IDLE_BUFFERS = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale", "cos_sin_cach
 
 
 def main(jobs: Path, results: Path) -> None:
-    """A job has name, model (a folder), tp, pp, ep (expert parallel or not); results: of each job, one per rank."""
+    """A job has name, model (a folder), tp, pp, ep (expert parallel or not); results: of each job, one per rank.
+
+    With `packed` the model is saved once more by vLLM after its post-load processing, and what conversion says of it is
+    in the result.
+    """
     from vllm.distributed import parallel_state
 
     found, ready = [], False
@@ -29,6 +33,7 @@ def main(jobs: Path, results: Path) -> None:
         if not ready:
             _alone(config, parallel_state, results.with_suffix(".rendezvous"))
             ready = True
+        _write_state(job)
         found.append([_load(config, job, rank, parallel_state) for rank in range(job["tp"] * job["pp"])])
         results.write_text(json.dumps(found))
 
@@ -69,6 +74,8 @@ def _load(config: Any, job: dict[str, Any], rank: int, parallel_state: Any) -> d
     stage, tp = divmod(rank, job["tp"])
     _stand_at(parallel_state.get_tp_group(), tp, job["tp"])
     _stand_at(parallel_state.get_pp_group(), stage, job["pp"])
+    if job["ep"]:
+        _stand_at(parallel_state.get_ep_group(), tp, job["tp"])
     config.compilation_config.static_forward_context.clear()  # names of the last rank's layers
     models._model_to_pp_missing_layer_names.clear()  # kept by id(), which another rank's freed model may have had
     with set_current_vllm_config(config):
@@ -76,7 +83,8 @@ def _load(config: Any, job: dict[str, Any], rank: int, parallel_state: Any) -> d
         with set_default_torch_dtype(torch.bfloat16), torch.device("cpu"):
             model = loader.create_model(vllm_config=config, model_config=config.model_config)
         loader.load_weights(model, config.model_config)
-        return _compare(model, job, rank)
+        found = _compare(model, job, rank)
+        return found | ({"packed": _packed(model, config.model_config, job)} if job.get("packed") else {})
 
 
 def _compare(model: torch.nn.Module, job: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -91,7 +99,7 @@ def _compare(model: torch.nn.Module, job: dict[str, Any], rank: int) -> dict[str
 
     shape = load_shape(Path(job["model"]))
     family = family_of(shape)
-    mesh = parse_engine_mesh(f"tp{job['tp']} pp{job['pp']} ep{job['tp'] if job['ep'] else 1}")
+    mesh = parse_engine_mesh(_layout(job))
     planned = engine_layouts(family, shape, mesh)[rank]
     slots = {id(p): compat.expert_slots(m) for m in model.modules() if compat.is_experts(m) for p in m.parameters()}
     held = {name: parameter.data for name, parameter in model.named_parameters()}
@@ -130,28 +138,60 @@ def _compare(model: torch.nn.Module, job: dict[str, Any], rank: int) -> dict[str
     }
 
 
+def _layout(job: dict[str, Any]) -> str:
+    return f"tp{job['tp']} pp{job['pp']} ep{job['tp'] if job['ep'] else 1}"
+
+
+def _state_folder(job: dict[str, Any]) -> Path:
+    return Path(f"{job['model']}-{job['name']}-state")
+
+
+def _write_state(job: dict[str, Any]) -> None:
+    from megastream.convert.forms import Options
+    from megastream.convert.run import convert
+
+    options = Options(to="sharded_state", to_layout=_layout(job), max_file_bytes=1 << 40)
+    convert(Path(job["model"]), _state_folder(job), options, lambda done, total: None)
+
+
 def _state(model: torch.nn.Module, job: dict[str, Any], rank: int) -> list[str]:
-    """What differs between the state that vLLM saves and loads by itself and what conversion writes for the rank."""
+    """What differs, by name, type, shape or any byte, between the state that vLLM itself would save of this rank, its
+    padded rows and scales too, and what conversion wrote for it."""
+    from safetensors.torch import load_file
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
-    from megastream.convert.contract import target_dtypes
-    from megastream.convert.forms import read_form
-    from megastream.convert.model import find_model
-    from megastream.convert.sharded_state import plan_sharded_state
-
-    folder = Path(job["model"])
-    ours = find_model(folder, None)
-    dtypes = target_dtypes(read_form(folder, ours, None), ours, "sharded_state", None)
-    layout = f"tp{job['tp']} pp{job['pp']} ep{job['tp'] if job['ep'] else 1}"
     stage, tp = divmod(rank, job["tp"])
     name = f"model-pp-{stage}-tp-{tp}-part-0" if job["pp"] > 1 else f"model-rank-{tp}-part-0"
-    files = {file.name: file for file in plan_sharded_state(folder, ours, dtypes, layout, 1 << 40).files}
-    header = json.loads(files[f"{name}.safetensors"].fixed[0][1][8:])
-    codes = {"F32": "torch.float32", "BF16": "torch.bfloat16"}
-    written = {key: (codes[of["dtype"]], of["shape"]) for key, of in header.items() if key != "__metadata__"}
-    state = ShardedStateLoader._filter_subtensors(model.state_dict())
-    wanted = {key: (str(tensor.dtype), list(tensor.shape)) for key, tensor in state.items()}
-    return sorted(f"{key}: {written.get(key)}, {wanted.get(key)}" for key in dict(written.items() ^ wanted.items()))
+    written = load_file(_state_folder(job) / f"{name}.safetensors")
+    wanted = ShardedStateLoader._filter_subtensors(model.state_dict())
+    odd = [f"{key} on one side only" for key in written.keys() ^ wanted.keys()]
+    for key in written.keys() & wanted.keys():
+        one, other = written[key], wanted[key].contiguous()
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            odd.append(f"{key}: {one.dtype} {tuple(one.shape)}, {other.dtype} {tuple(other.shape)}")
+        elif not torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
+            odd.append(f"{key}: other bytes")
+    return sorted(odd)
+
+
+def _packed(model: torch.nn.Module, config: Any, job: dict[str, Any]) -> str:
+    """What conversion says of the state that vLLM saves of a model that is ready to compute."""
+    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    from megastream.convert.forms import Options
+    from megastream.convert.run import convert
+    from megastream.convert.types import ConvertError
+
+    process_weights_after_loading(model, config, torch.device("cpu"))
+    folder = Path(f"{job['model']}-{job['name']}")
+    folder.mkdir()
+    ShardedStateLoader.save_model(model, str(folder))
+    try:
+        convert(folder, Path(f"{folder}-hf"), Options(config=Path(job["model"])), lambda done, total: None)
+    except ConvertError as error:
+        return str(error)
+    return "taken"
 
 
 if __name__ == "__main__":
