@@ -41,6 +41,9 @@ def convert_command(
         ),
     ] = None,
     config: _Config = None,
+    from_masters: Annotated[
+        bool, typer.Option(help="Take the fp32 masters in the optimizer state of a torch_dist checkpoint.")
+    ] = False,
     from_layout: _FromLayout = None,
     to_layout: Annotated[
         str | None, typer.Option(help='Layout of mp_rank files ("tp2 pp2 ep4") or of sharded_state ("tp2 ep2 pp2").')
@@ -59,6 +62,7 @@ def convert_command(
             to=_form(to),
             dtype=_dtype(dtype),
             config=config,
+            from_masters=from_masters,
             from_layout=from_layout,
             to_layout=to_layout,
             max_file_bytes=int(max_file_gb * _GB),

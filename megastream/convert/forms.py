@@ -32,12 +32,13 @@ _TRAINERS: tuple[Form, ...] = ("torch_dist", "mp_rank")
 class Options:
     """How to read and write. Layouts are strings as `megastream plan` takes them; None where the files say.
 
-    `dtype`: what weights are rounded to; None: types stay what they are.
+    `dtype`: what weights are rounded to; None: types stay what they are. `from_masters`: weights are an optimizer's.
     """
 
     to: Form = "hf"
     dtype: Dtype | None = None
     config: Path | None = None
+    from_masters: bool = False
     from_layout: str | None = None
     to_layout: str | None = None
     max_file_bytes: int = 5 * 10**9
@@ -74,17 +75,22 @@ def find_form(folder: Path) -> tuple[Form, Path]:
     )
 
 
-def read_form(folder: Path, model: Model, layout: str | None) -> Holding:
-    """Where all weights of a folder lie. `layout` is for forms of ranks, where the files do not say it."""
+def read_form(folder: Path, model: Model, layout: str | None, *, masters: bool = False) -> Holding:
+    """Where all weights of a folder lie, or their fp32 masters. `layout` is for forms of ranks, where the files do not
+    say it."""
     form, folder = find_form(folder)
     _check_trainer(model, form)
+    if masters and form != "torch_dist":
+        raise ConvertError(
+            f"{folder} is {form}; --from-masters is for torch_dist, whose keys say whose masters they are"
+        )
     if form == "mp_rank":
         return read_mp_rank(folder, model, layout)
     if form == "sharded_state":
         return read_sharded_state(folder, model, layout)
     if layout is not None:
         raise ConvertError(f"{folder} is {form}, which has no layout; leave {layout!r} out")
-    return read_torch_dist(folder, model) if form == "torch_dist" else read_hf(folder, model)
+    return read_torch_dist(folder, model, masters=masters) if form == "torch_dist" else read_hf(folder, model)
 
 
 def plan_target(folder: Path, model: Model, dtypes: Mapping[str, str], options: Options) -> Target:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 
@@ -49,8 +49,8 @@ class Model:
             return {CONFIG: self.config}
         return {path.name: path for path in sorted(self.config.parent.iterdir()) if _is_side_file(path)}
 
-    def config_json(self, dtype: Dtype | None) -> bytes:
-        """config.json beside weights that were rounded to `dtype`, or whose types stayed what they were.
+    def config_json(self, dtype: Dtype | Literal["float32"] | None) -> bytes:
+        """config.json beside weights that became `dtype`, or whose types stayed what they were.
 
         It is the model's own but for what it says of that type and of quantization. Engines and transformers quantize
         every linear that is not named there, so all modules are whose matrix stays as it is.
@@ -59,7 +59,7 @@ class Model:
         config: dict[str, Any] = json.loads(data)
         before = dict(config)
         config.pop(_QUANTIZATION, None)
-        if dtype == "bfloat16":
+        if dtype in ("bfloat16", "float32"):
             config |= dict.fromkeys([key for key in _DTYPES if key in config] or _DTYPES[1:], dtype)
         if dtype == "fp8-block128":
             kept = [s.name for s in self.tensors().values() if len(s.shape) == 2 and not self.family.is_linear(s.name)]

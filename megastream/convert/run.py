@@ -71,7 +71,7 @@ def convert(
     if target.exists() and not overwrite:
         raise ConvertError(f"{target} exists; remove it, or give --overwrite")
     model = find_model(source, options.config)
-    holding = read_form(source, model, options.from_layout)
+    holding = read_form(source, model, options.from_layout, masters=options.from_masters)
     check_complete(holding, model)
     new = plan_target(target, model, target_dtypes(holding, model, options.to, options.dtype), options)
     order = {name: number for number, name in enumerate(model.tensors())}
@@ -83,7 +83,7 @@ def convert(
             done = landing.open(new, resume=resume)
             with Writer(landing.files, reader, options.memory_bytes) as writer:
                 _write(writer, landing, jobs, done, on_bytes)
-        config = model.config_json(options.dtype)
+        config = model.config_json(options.dtype or ("float32" if options.from_masters else None))
         files = model.side_files().items()
         beside = ((name, config if name == CONFIG else path.read_bytes()) for name, path in files)
         landing.publish((*beside, *new.last))
@@ -186,11 +186,13 @@ def _once(layouts: Sequence[RankLayout]) -> list[RankLayout]:
 
 
 def _identity(source: Holding, target: Target) -> str:
-    """Equal when the same files would be written from the same files: names, sizes and times of the source."""
+    """Equal when the same files would be written from the same places of the same files: names, sizes and times of the
+    source."""
     files = sorted({extent.file for extent in source.extents.values()})
     stats = [(name, stat.st_size, stat.st_mtime_ns) for name in files for stat in [(source.folder / name).stat()]]
     written = [(file.name, file.num_bytes, file.fixed) for file in target.files]
-    said = (str(source.folder.resolve()), stats, written, sorted(target.holding.extents.items(), key=str))
+    places = [sorted(extents.items(), key=str) for extents in (source.extents, target.holding.extents)]
+    said = (str(source.folder.resolve()), stats, written, places)
     return sha256(repr(said).encode()).hexdigest()
 
 

@@ -7,7 +7,7 @@ with the layer and the expert in the name (`singleton_local_shards`), which is w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,6 +31,8 @@ GATE, UP = "_w", "_v"
 """Behind the key of a fused gate and up: its halves, each a tensor of its own."""
 
 _NO_WEIGHT = re.compile(r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state_machine|_extra_state")
+_MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
+"""The fp32 master of the weight whose key stands behind it, where an optimizer's state is saved by parameters."""
 _NO_LAYER = re.compile(r"(?<=\.layers\.)(?!\d)")
 _EXPERTS = ".mlp.experts.experts."
 
@@ -88,12 +90,14 @@ class _Holders:
         )
 
 
-def read_torch_dist(folder: Path, model: Model) -> Holding:
+def read_torch_dist(folder: Path, model: Model, *, masters: bool = False) -> Holding:
     """Where every weight of the checkpoint lies; optimizer state and the like are left out, by name.
+
+    `masters`: instead of a weight its fp32 master, and the weight itself only where it has none.
 
     ConvertError names the key and file that do not fit: unknown, of another shape, stored twice, cut off.
     """
-    chunks, left_out = _index(folder)
+    chunks, left_out = _index(folder, masters)
     holders, extents = _Holders(), {}
     files: dict[str, BinaryIO] = {}
     try:
@@ -115,7 +119,7 @@ def read_torch_dist(folder: Path, model: Model) -> Holding:
     return Holding("torch_dist", folder, holders.layouts(), extents, tuple(left_out))
 
 
-def _index(folder: Path) -> tuple[list[_Chunk], list[str]]:
+def _index(folder: Path, masters: bool) -> tuple[list[_Chunk], list[str]]:
     """The boxes of all weights, and the keys of everything else."""
     try:
         metadata = inert_pickle.loads((folder / INDEX).read_bytes())
@@ -125,9 +129,10 @@ def _index(folder: Path) -> tuple[list[_Chunk], list[str]]:
             if getattr(index, "offset", None) is not None
         }
         described = dict(metadata.state_dict_metadata)
+        weights = _weights(folder, [str(key) for key, entry in described.items() if _is_tensor(entry)], masters)
         chunks, left_out = [], []
         for key, entry in described.items():
-            if not _is_tensor(entry) or _NO_WEIGHT.search(key):
+            if str(key) not in weights:
                 left_out.append(str(key))
                 continue
             for part in entry.chunks:
@@ -137,7 +142,9 @@ def _index(folder: Path) -> tuple[list[_Chunk], list[str]]:
                 if info is None:
                     raise ConvertError(f"{folder / INDEX} does not say where {key} from {low} is; save it again")
                 file = str(info.relative_path)
-                chunks.append(_Chunk(str(key), _ints(entry.size), box, file, int(info.offset), int(info.length)))
+                chunks.append(
+                    _Chunk(weights[str(key)], _ints(entry.size), box, file, int(info.offset), int(info.length))
+                )
     except OSError as error:
         raise ConvertError(f"{folder / INDEX} cannot be read: {error.strerror}") from error
     except inert_pickle.ERRORS as error:
@@ -147,6 +154,20 @@ def _index(folder: Path) -> tuple[list[_Chunk], list[str]]:
             f"{folder / INDEX} is no index of a checkpoint, or damaged ({error}); save it again"
         ) from error
     return chunks, left_out
+
+
+def _weights(folder: Path, stored: Sequence[str], masters: bool) -> dict[str, str]:
+    """The stored keys that are read, each with the key of its weight."""
+    plain = {key: key for key in stored if not _NO_WEIGHT.search(key)}
+    if not masters:
+        return plain
+    found = {key: match[1] for key in stored if (match := _MASTER.fullmatch(key))}
+    if not found:
+        raise ConvertError(
+            f"{folder} holds no fp32 masters by parameters (optimizer.state.param.*); leave --from-masters out"
+        )
+    stepped = set(found.values())
+    return {key: weight for key, weight in plain.items() if weight not in stepped} | found
 
 
 def _is_tensor(entry: Any) -> bool:

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megastream.families import family_of, load_shape
-from megastream.trainer import compat_checkpoint, model
+from megastream.trainer import compat, compat_checkpoint, model
 from megastream.trainer.adapter import MegatronAdapter, mesh_coords
+from megastream.trainer.checkpoint_state import describe
 from megastream.trainer.config import TrainerConfig
-from tests.helpers.convert_models import MODELS, converted, difference, write_hf
+from tests.helpers.convert_models import MODELS, converted, difference, tensors_of, write_hf
 from tests.helpers.ranks import run_ranks
 
 LAYOUTS = [
@@ -39,8 +40,8 @@ def _params(chunks: Any) -> list[tuple[str, torch.Tensor]]:
     return [(f"{n} {name}", p) for n, chunk in enumerate(chunks) for name, p in chunk.named_parameters()]
 
 
-def _save(chunks: Any, folder: Path) -> None:
-    """As megatron does: both kinds of keys of `torch_dist`, and the files of ranks."""
+def _save(chunks: Any, optimizer: Any, folder: Path) -> None:
+    """As megatron does: both kinds of keys of `torch_dist`, and the files of ranks; and with the optimizer's state."""
     original = dict(compat_checkpoint.METADATA)
     for kind, metadata in (("singleton", original), ("stacked", {})):
         compat_checkpoint.METADATA.clear()
@@ -51,6 +52,11 @@ def _save(chunks: Any, folder: Path) -> None:
         planned.write()
         planned.publish_index()
     compat_checkpoint.METADATA.update(original)
+    compat_checkpoint.allocate_moments(optimizer)
+    (folder / "masters").mkdir(exist_ok=True)
+    planned = compat_checkpoint.plan_save(describe(chunks, optimizer), folder / "masters")
+    planned.write()
+    planned.publish_index()
     path = _file(folder / "ranks")
     path.parent.mkdir(parents=True, exist_ok=True)
     models = [compat_checkpoint._model_in(chunk).state_dict() for chunk in chunks]
@@ -81,7 +87,10 @@ def _body(
     shape = load_shape(hf)
     MegatronAdapter(chunks, optimizer, family_of(shape), shape).load_hf(hf)
     expected = {name: param.detach().clone() for name, param in _params(chunks)}
-    _save(chunks, stock)
+    with torch.no_grad():
+        for shard in compat.main_shards(optimizer):  # masters that are not their weights
+            shard.main.add_(1.0)
+    _save(chunks, optimizer, stock)
     found: dict[str, Any] = {"num": len(expected)}
 
     for _, param in _params(chunks):
@@ -124,3 +133,6 @@ def test_megatron_loads_it_and_what_megatron_saves_is_read(
     back = converted(stock / "ranks", tmp_path / "from-ranks", config=hf, from_layout=layout)
     assert (back / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
     assert difference(target, stock / "stacked") is None
+    masters = tensors_of(converted(stock / "masters", tmp_path / "from-masters", config=hf, from_masters=True))
+    for name, tensor in tensors_of(hf).items():
+        assert masters[name].equal(tensor.float() + 1.0), name
