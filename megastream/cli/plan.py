@@ -33,7 +33,9 @@ def plan_command(
     model: Annotated[
         str, typer.Option(help="A config.json, the folder that holds it, or the name of a shipped model.")
     ],
-    trainer: Annotated[str, typer.Option(help='Megatron layout, e.g. "pp2 ep2" or "tp=2,etp=1,pp=2(25,23),ep=8".')],
+    trainer: Annotated[
+        str, typer.Option(help='Megatron layout, e.g. "pp2 ep2", "tp=2,etp=1,pp=2(25,23),ep=8", or "pp2(Ett|t|tt|tL)".')
+    ],
     engine: Annotated[str, typer.Option(help='vLLM layout, e.g. "pp2" or "tp8 dp2 ep16"; ep is tp*dp or off.')],
     hardware: Annotated[
         str | None, typer.Option(help=f"Also expected seconds, on one of: {', '.join(sorted(PROFILES))}.")
