@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -77,6 +77,7 @@ def convert_command(
     if done.left_out:
         few = ", ".join(done.left_out[:3])
         typer.echo(f"left out, being no weights of this model: {len(done.left_out)} entries of {source} ({few}, ...)")
+    _tell_mtp(done.mtp_left_out, "left out")
 
 
 def verify_command(
@@ -100,6 +101,17 @@ def verify_command(
     typer.echo(f"equal: {done.num_tensors} tensors, {done.num_elements} elements of {other} compared ({forms})")
     if done.num_fp8:
         typer.echo(f"{done.num_fp8} of them are in fp8, and equal within half a step of it where only one side is")
+    _tell_mtp(done.mtp_left_out, "not compared")
+
+
+def _tell_mtp(tensors: Sequence[str], what: str) -> None:
+    """All of them, layer by layer: nothing is left out silently."""
+    if tensors:
+        layers = sorted({".".join(name.split(".")[:3]) for name in tensors})
+        typer.echo(
+            f"{what}, as sharded_state has no layers of multi-token prediction: {len(tensors)} tensors, all of "
+            f"{', '.join(f'{layer}.*' for layer in layers)}"
+        )
 
 
 @contextmanager

@@ -55,5 +55,5 @@ def _kept_in_fp32(model: Model) -> dict[str, tuple[Holder, ...]]:
         for row in model.family.rows
         if row.fp32
         for source in row.sources
-        for layer in range(model.shape.num_layers)
+        for layer in range(model.shape.num_layers + model.shape.mtp_layers)
     }

@@ -6,7 +6,7 @@ A weight in fp8 has its scales in a tensor of their own: a buffer beside its own
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from megastream.convert.model import Model
 from megastream.convert.safetensors_file import Stored, grouped, layout_file, num_bytes, read_header
 from megastream.convert.types import ConvertError, Extent, Holding, NewFile, Target
 from megastream.layout.box import Box
+from megastream.layout.naming import Kind
 from megastream.layout.pack import row_major_strides
 from megastream.layout.shard import BufferSpec, RankLayout, Shard, Side, TensorSpec
 
@@ -24,8 +25,8 @@ _COORDS = {"pp": 0, "ep": 0}
 
 
 def read_hf(folder: Path, model: Model) -> Holding:
-    """Where every tensor of the folder lies. A head that is tied, and stored all the same, is a second holder; layers
-    for speculative decoding are left out.
+    """Where every tensor of the folder lies. What is stored again under another name is a second holder; layers for
+    speculative decoding that have names of their own are left out.
 
     ConvertError names file and tensor of whatever is missing, stored twice, of another shape or not the model's.
     """
@@ -48,9 +49,9 @@ def read_hf(folder: Path, model: Model) -> Holding:
     own: dict[str, TensorSpec] = {}
     again: dict[str, TensorSpec] = {}
     tensors = model.tensors()
-    scales = _scales(folder, found, tensors)
+    scales, copies = _scales(folder, found, tensors), _copies(model, tensors)
     for name, (file, entry) in found.items():
-        spec = tensors.get(name) or tensors.get(_tied(model, name, tensors) or "") or scales.get(name)
+        spec = tensors.get(name) or tensors.get(copies.get(name, "")) or scales.get(name)
         if spec is None:
             raise ConvertError(f"{folder / file}: {name} is no tensor of this {model.family.name}; see its config.json")
         if entry.shape != (expected := spec.shape if name in scales else model.in_file(spec).shape):
@@ -138,11 +139,23 @@ def _in_fp8(spec: TensorSpec) -> list[TensorSpec]:
     ]
 
 
-def _tied(model: Model, name: str, tensors: Mapping[str, TensorSpec]) -> str | None:
-    """The embedding, when `name` is the head of a model in which both are one tensor."""
-    if not model.shape.tied or name != model.family.outer_names("engine", model.shape)["head"]:
-        return None
-    return next(tensor for tensor in tensors if model.family.place(tensor).kind == "embed")
+def _copies(model: Model, tensors: Iterable[str]) -> dict[str, str]:
+    """The tensors that files may hold again, by the names of these copies: a head that is tied, and embedding and head
+    inside layers of multi-token prediction, which have none of their own."""
+    outer: dict[Kind, str] = {}
+    for name in tensors:  # those outside the layers come first
+        place = model.family.place(name)
+        if place.layer is not None:
+            break
+        outer[place.kind] = name
+    shape, embedding, copies = model.shape, outer["embed"], {}
+    head = outer.get("head", embedding)
+    if shape.tied:
+        copies[model.family.outer_names("engine", shape)["head"]] = embedding
+    for layer in range(shape.num_layers, shape.num_layers + shape.mtp_layers):
+        copies[f"model.layers.{layer}.embed_tokens.weight"] = embedding
+        copies[f"model.layers.{layer}.shared_head.head.weight"] = head
+    return copies
 
 
 def _layout(rank: int, held: Mapping[str, TensorSpec], *, world_size: int, side: Side = "trainer") -> RankLayout:
@@ -152,7 +165,7 @@ def _layout(rank: int, held: Mapping[str, TensorSpec], *, world_size: int, side:
         rank=rank,
         world_size=world_size,
         coords=_COORDS,
-        tensors=tuple(held.values()),
+        tensors=tuple({spec.name: spec for spec in held.values()}.values()),
         buffers=tuple(BufferSpec(name, prod(spec.shape), spec.dtype) for name, spec in held.items()),
         shards=tuple(
             Shard(spec.name, Box.full(spec.shape), rank, name, 0, row_major_strides(spec.shape))

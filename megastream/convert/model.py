@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +12,12 @@ from msgspec import structs
 from megastream.convert.fp8 import QUANTIZATION
 from megastream.convert.types import ConvertError, Dtype
 from megastream.families import Family, ModelShape, family_of, load_shape
+from megastream.families.config import number
 from megastream.layout.shard import TensorSpec
 
 CONFIG = "config.json"
 _QUANTIZATION = "quantization_config"
+_MTP_LAYERS = "num_nextn_predict_layers"
 _DTYPES = ("dtype", "torch_dtype")
 """Where config.json says the type of weights, in newer and in older ones."""
 _SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
@@ -72,7 +74,8 @@ class Model:
 def find_model(weights: Path, config: Path | None) -> Model:
     """The model of a folder of weights: of `config` (a config.json or its folder), else of the config.json beside them.
 
-    ConvertError when there is none, or when it cannot be read.
+    Its layers of multi-token prediction are those that config.json declares, where the family's table has them; whether
+    files have them is another matter (`mtp.as_held`). ConvertError when there is none, or when it cannot be read.
     """
     path = config or weights
     path = path / CONFIG if path.is_dir() else path
@@ -80,11 +83,13 @@ def find_model(weights: Path, config: Path | None) -> Model:
         raise ConvertError(f"{path} does not exist; name the model's config.json with --config")
     try:
         shape = load_shape(path)
+        family = family_of(shape)
+        declared = number(shape.raw, _MTP_LAYERS, 0) if family.has_mtp else 0
     except OSError as error:
         raise ConvertError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConvertError(f"{path}: {error}") from error
-    return Model(family_of(shape), shape, path)
+    return Model(family, replace(shape, mtp_layers=declared), path)
 
 
 def _is_side_file(path: Path) -> bool:

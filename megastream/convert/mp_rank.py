@@ -17,6 +17,7 @@ from typing import Any
 
 from megastream.convert.inert_pickle import TensorRef
 from megastream.convert.model import Model
+from megastream.convert.mtp import canonical_name, megatron_name
 from megastream.convert.torch_dist_write import one_dtype
 from megastream.convert.torch_file import (
     Slot,
@@ -207,11 +208,12 @@ def _global(path: Path, name: str, layers: Sequence[int], coords: Mapping[str, i
             raise ConvertError(f"{path}: {name} is beyond the {len(layers)} layers of this stage; is the layout right?")
         name = _LAYER.sub(str(layers[int(match[0])]), name, count=1)
     first = coords["ep"] * (model.shape.num_experts // coords["ep_size"])
-    return _EXPERT.sub(lambda match: str(first + int(match[0])), name, count=1)
+    return canonical_name(_EXPERT.sub(lambda match: str(first + int(match[0])), name, count=1), model)
 
 
 def _local(name: str, layers: Sequence[int], coords: Mapping[str, int], model: Model) -> str:
     """The inverse of `_global`."""
+    name = megatron_name(name, model)
     if match := _LAYER.search(name):
         name = _LAYER.sub(str(layers.index(int(match[0]))), name, count=1)
     first = coords["ep"] * (model.shape.num_experts // coords["ep_size"])
@@ -222,25 +224,33 @@ def _tree(params: Mapping[str, TensorSpec], coords: Mapping[str, int], mesh: Mes
     chunks = _chunks(coords, mesh, model)
     models: list[OrderedDict[str, Slot]] = [OrderedDict() for _ in chunks]
     for number, (name, spec) in enumerate(params.items()):
-        chunk = _chunk_of(name, chunks)
+        chunk = _chunk_of(name, chunks, first=coords["pp"] == 0)
         models[chunk][_local(name, chunks[chunk], coords, model)] = Slot(number, spec)
     args = {name: getattr(mesh, axis) for axis, name in _ARGS.items()}
     args |= {"virtual_pipeline_model_parallel_size": mesh.vpp if mesh.vpp > 1 else None}
-    args |= {"num_layers": model.shape.num_layers, "pipeline_model_parallel_layout": _letters(mesh)}
+    args |= {"num_layers": model.shape.num_layers, "pipeline_model_parallel_layout": _letters(mesh, model)}
+    args |= {"mtp_num_layers": model.shape.mtp_layers or None}
     tree: dict[str, Any] = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 0}
     return tree | {f"model{n}" if mesh.vpp > 1 else "model": held for n, held in enumerate(models)}
 
 
-def _letters(mesh: Mesh) -> str | None:
+def _letters(mesh: Mesh, model: Model) -> str | None:
     """Uneven stages as megatron's own argument says them."""
-    return None if mesh.stages is None else f"E{'|'.join('t' * num for num in mesh.stages)}L"
+    if mesh.stages is None:
+        return None
+    return f"E{'|'.join('t' * num for num in mesh.stages)}{'m' * model.shape.mtp_layers}L"
 
 
-def _chunk_of(name: str, chunks: Sequence[Sequence[int]]) -> int:
-    """The virtual stage of a parameter: by its layer, and outside layers the embedding's is the first."""
+def _chunk_of(name: str, chunks: Sequence[Sequence[int]], *, first: bool) -> int:
+    """The virtual stage of a parameter: by its layer, and the embedding of the first stage is in the first one.
+
+    Everything else outside the decoder's layers is in the last: layers of multi-token prediction, an embedding that
+    stands beside them, norm and head.
+    """
     if match := _LAYER.search(name):
-        return next(number for number, layers in enumerate(chunks) if int(match[0]) in layers)
-    return 0 if name.startswith("embedding.") else len(chunks) - 1
+        layer = int(match[0])
+        return next((number for number, layers in enumerate(chunks) if layer in layers), len(chunks) - 1)
+    return 0 if first and name.startswith("embedding.") else len(chunks) - 1
 
 
 def _layout(

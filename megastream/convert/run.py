@@ -17,6 +17,7 @@ from megastream.convert.forms import Options, plan_target, read_form
 from megastream.convert.fp8 import scale_name
 from megastream.convert.landing import Landing
 from megastream.convert.model import CONFIG, Model, find_model
+from megastream.convert.mtp import as_held
 from megastream.convert.reading import Reader
 from megastream.convert.types import ConvertError, Form, Holding, Target
 from megastream.layout.box import Box
@@ -37,7 +38,8 @@ OnBytes = Callable[[int, int], None]
 class Converted:
     """What was written. `num_compared`: elements that the source holds more than once, all equal.
 
-    `left_out` names what lies in the source's files and is no weight of the model.
+    `left_out` names what lies in the source's files and is no weight of the model, `mtp_left_out` weights of layers of
+    multi-token prediction, for which the target's form has no place.
     """
 
     form: Form
@@ -45,17 +47,23 @@ class Converted:
     num_bytes: int
     num_compared: int
     left_out: tuple[str, ...]
+    mtp_left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Verified:
-    """`difference` is None when both hold the same values; `num_fp8` elements of them are in fp8 on a side."""
+    """`difference` is None when both hold the same values; `num_fp8` elements of them are in fp8 on a side.
+
+    `mtp_left_out` names weights of layers of multi-token prediction that are not compared: a side's form has no place
+    for them.
+    """
 
     forms: tuple[Form, Form]
     num_tensors: int
     num_elements: int
     num_fp8: int
     difference: Difference | None
+    mtp_left_out: tuple[str, ...]
 
 
 def convert(
@@ -72,6 +80,7 @@ def convert(
         raise ConvertError(f"{target} exists; remove it, or give --overwrite")
     model = find_model(source, options.config)
     holding = read_form(source, model, options.from_layout, masters=options.from_masters)
+    model, (holding,), mtp_left_out = as_held(model, [holding], {holding.form, options.to})
     check_complete(holding, model)
     new = plan_target(target, model, target_dtypes(holding, model, options.to, options.dtype), options)
     order = {name: number for number, name in enumerate(model.tensors())}
@@ -91,7 +100,8 @@ def convert(
         raise _refusal(error, target) from error
     finally:
         landing.close()
-    return Converted(new.holding.form, len(order), sum(job.num_bytes for job in jobs), compared, holding.left_out)
+    num_bytes = sum(job.num_bytes for job in jobs)
+    return Converted(new.holding.form, len(order), num_bytes, compared, holding.left_out, mtp_left_out)
 
 
 def verify(one: Path, other: Path, options: Options, on_bytes: OnBytes) -> Verified:
@@ -102,7 +112,9 @@ def verify(one: Path, other: Path, options: Options, on_bytes: OnBytes) -> Verif
     """
     config = options.config or next((folder for folder in (one, other) if (folder / CONFIG).is_file()), None)
     model = find_model(one, config)
-    holdings = read_form(one, model, options.from_layout), read_form(other, model, options.to_layout)
+    read = read_form(one, model, options.from_layout), read_form(other, model, options.to_layout)
+    forms = read[0].form, read[1].form
+    model, holdings, mtp_left_out = as_held(model, read, forms)
     for holding in holdings:
         check_complete(holding, model, fp8=True)
     left, right = map(by_tensor, holdings)
@@ -122,8 +134,7 @@ def verify(one: Path, other: Path, options: Options, on_bytes: OnBytes) -> Verif
             on_bytes(compared, total)
             if difference is not None:
                 break
-    forms = holdings[0].form, holdings[1].form
-    return Verified(forms, len(model.tensors()), compared, num_fp8, difference)
+    return Verified(forms, len(model.tensors()), compared, num_fp8, difference, mtp_left_out)
 
 
 def _held(reader: Reader, shards: Mapping[str, Sequence[Shard]], name: str) -> Held:

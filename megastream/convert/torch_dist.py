@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from megastream.convert import inert_pickle
 from megastream.convert.inert_pickle import Opaque, TensorRef
 from megastream.convert.model import Model
+from megastream.convert.mtp import canonical_name, megatron_name
 from megastream.convert.torch_file import open_file, read_torch_file
 from megastream.convert.types import ConvertError, Extent, Holding
 from megastream.layout.box import Box
@@ -220,6 +221,7 @@ def _parameter(chunk: _Chunk, model: Model) -> tuple[str, int, int | None]:
             numbers.append(leading.pop(0))
             tail = f"{numbers[-1]}.{tail}"
         name = f"{head}.mlp.experts.local_experts.{tail}"
+    name = canonical_name(name, model)
     if chunk.box.shape[: len(numbers)] != (1,) * len(numbers):
         raise ConvertError(f"{chunk.name} spans several layers or experts; they are saved one by one")
     return name, len(numbers), half
@@ -252,13 +254,13 @@ def _check_stored_once(folder: Path, holders: _Holders) -> None:
                 raise ConvertError(f"{folder}: boxes of {name} overlap: {num} elements are stored; save it again")
 
 
-def parts_of(parameter: str, placed: Placed, rule: str) -> Iterator[tuple[str, Box]]:
+def parts_of(parameter: str, placed: Placed, rule: str, model: Model) -> Iterator[tuple[str, Box]]:
     """The keys that a parameter is written under, each with its box of the parameter.
 
     Where megatron's specs (local, Transformer Engine) name a parameter differently, it is written under both names.
     """
     whole = Box.full(placed.shape)
-    for name in _spellings(parameter):
+    for name in _spellings(megatron_name(parameter, model)):
         if rule != "gated":
             yield name, whole
             continue

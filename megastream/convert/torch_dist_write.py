@@ -94,7 +94,7 @@ def _items(model: Model, dtypes: Mapping[str, str], max_file_bytes: int) -> Iter
         placed = place_trainer_param(entry, ONE_RANK, model.shape.vocab if entry.rule == "vocab" else 0)
         refuse_views(parameter, placed, model)
         dtype = one_dtype(parameter, placed, dtypes)
-        for key, box in parts_of(parameter, placed, entry.rule):
+        for key, box in parts_of(parameter, placed, entry.rule, model):
             spec = TensorSpec(key, box.shape, dtype)
             archive = lay_out_archive(pickled(Slot(0, spec)), [spec], at)
             if at and at + archive.num_bytes > max_file_bytes:
@@ -122,7 +122,7 @@ def _saved(tree: Any) -> bytes:
 
 def _states(items: list[_Item]) -> list[str]:
     """Keys of the extra states of all modules, as megatron's sharded objects are called."""
-    inside = [item.spec.name for item in items if item.spec.name.startswith("decoder.")]
+    inside = [item.spec.name for item in items if item.spec.name.startswith(("decoder.", "mtp."))]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in inside)
     attentions = dict.fromkeys(
         f"{name.partition('.self_attention.')[0]}.self_attention.core_attention"

@@ -9,6 +9,7 @@ LARGEST = {
     "hidden_size": 2**17,
     "num_attention_heads": 4096,
     "num_key_value_heads": 4096,
+    "num_nextn_predict_layers": 64,
     "head_dim": 4096,
     "num_experts": 4096,
     "num_local_experts": 4096,

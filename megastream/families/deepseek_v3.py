@@ -3,9 +3,9 @@ an fp32 bias for the choice of experts.
 
 Rotary dims lie in pairs on all three sides, so nothing is permuted. vLLM fuses the two projections to latents where
 queries have one (`q_lora_rank`); this is its form with MLA, not the one that `VLLM_MLA_DISABLE` gives. A live vLLM is
-refused: it computes with matrices that it derives from `kv_b_proj` after loading. Not in the table: the multi-token
-prediction layers, which vLLM loads for speculative decoding only. vLLM's names are read from the source of 0.32; its
-own load was not compared.
+refused: it computes with matrices that it derives from `kv_b_proj` after loading. Layers of multi-token prediction are
+of files and trainers only: vLLM loads them into a draft model. vLLM's names are read from the source of 0.32; its own
+load was not compared.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megastream.families.rows import (
     GATE_IN_EXPERTS,
     INPUT_NORM,
     MLP_NORM,
+    MTP,
     SHARED_EXPERTS,
     SHARED_IN_EXPERTS,
     ends,
@@ -74,6 +75,7 @@ ROWS = (
     *experts(),
     *SHARED_EXPERTS,
     *DENSE_MLP,
+    *MTP,
 )
 
 

@@ -43,6 +43,9 @@ class SizedShape(Protocol):
     def num_layers(self) -> int: ...
 
     @property
+    def mtp_layers(self) -> int: ...
+
+    @property
     def num_experts(self) -> int: ...
 
     @property
@@ -106,15 +109,18 @@ def engine_layouts(family: Names[ShapeT], shape: ShapeT, mesh: Mesh) -> tuple[Ra
 
 
 def trainer_names(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, coords: Mapping[str, int]) -> list[str]:
-    """Canonical names of a Megatron rank's parameters in registration order: embedding, layers, norm, head."""
+    """Canonical names of a Megatron rank's parameters in registration order: embedding, layers, norm, layers of
+    multi-token prediction, head."""
     num_local = shape.num_experts // mesh.ep
     experts = range(coords["ep"] * num_local, (coords["ep"] + 1) * num_local)
     outer = family.outer_names("trainer", shape)
     first, last = coords["pp"] == 0, coords["pp"] == mesh.pp - 1
-    names = [outer["embed"]] if first else []
+    mtp: Sequence[int] = range(shape.num_layers, shape.num_layers + shape.mtp_layers) if last else ()
+    names = [outer["embed"]] if first or mtp else []
     names.extend(family.trainer_names(shape, trainer_stage_layers(mesh, shape.num_layers, coords["pp"]), experts))
     if last:
         names.append(outer["norm"])
+        names.extend(family.trainer_names(shape, mtp, experts))
         # Tied: the last stage keeps a second copy, unless it is also the first.
         names.extend([outer["head"]] if not (shape.tied and first) else [])
     return names

@@ -12,18 +12,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megastream.convert.forms import Options
-from megastream.convert.model import Model
+from megastream.convert.model import find_model
 from megastream.convert.run import convert, verify
 from megastream.families import family_of, load_shape
-from tests.helpers.tiny import hf_config, hf_shapes, tiny_config, tiny_qwen2
+from tests.helpers.tiny import BIAS, hf_config, hf_shapes, tiny_config, tiny_glm4, tiny_qwen2
 
-MODELS: dict[str, Callable[..., Any]] = {"qwen3_moe": tiny_config, "qwen2_moe": tiny_qwen2}
+MODELS: dict[str, Callable[..., Any]] = {"qwen3_moe": tiny_config, "qwen2_moe": tiny_qwen2, "glm4_moe": tiny_glm4}
 
 
 def write_hf(folder: Path, family: str = "qwen3_moe", *, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Path:
     """config.json, model.safetensors and a file of the tokenizer; every element of the model differs from others."""
     config = MODELS[family](**sizes)
-    tensors = {name: random_tensor(name, shape, dtype) for name, shape in hf_shapes(config).items()}
+    tensors = {
+        name: random_tensor(name, shape, torch.float32 if name.endswith(BIAS) else dtype)
+        for name, shape in hf_shapes(config).items()
+    }
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config(config) | {"torch_dtype": str(dtype)[6:]}, indent=1))
@@ -36,10 +39,9 @@ def write_family(folder: Path, name: str, **changes: Any) -> Path:
     from tests.helpers.family_models import FAMILY_MODELS
 
     config = {**FAMILY_MODELS[name].config(name), "torch_dtype": "bfloat16", **changes}
-    shape = load_shape(config)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    model = Model(family_of(shape), shape, folder / "config.json")
+    model = find_model(folder, None)
     specs = map(model.in_file, model.tensors().values())
     tensors = {spec.name: random_tensor(spec.name, spec.shape, getattr(torch, spec.dtype)) for spec in specs}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

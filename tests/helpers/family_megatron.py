@@ -60,7 +60,7 @@ def build(family: str, vocab: int, tp: int, **mesh: Any) -> Any:
     """GPTModel of a family in fp32, local specs, a rank's part of it. Needs megatron's mesh."""
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     ours = FAMILY_MODELS[family]
@@ -104,6 +104,7 @@ def build(family: str, vocab: int, tp: int, **mesh: Any) -> Any:
         max_sequence_length=c["max_position_embeddings"],
         share_embeddings_and_output_weights=c["tie_word_embeddings"],
         parallel_output=False,
+        mtp_block_spec=get_gpt_mtp_block_spec(transformer, spec, False) if transformer.mtp_num_layers else None,
         **{**rope, **ours.gpt},
     )
 
