@@ -82,7 +82,8 @@ def test_nodes_wait_for_each_other_and_for_the_first_ones_store_as_long_as_the_f
 
 def test_a_collective_outlasts_whatever_one_rank_may_wait_for_alone(tmp_path: Path) -> None:
     """The deadline that is reached first is then the one that names somebody."""
-    deadlines = dict(deadlines__step_s=10, deadlines__save_s=50, deadlines__lag_s=30, deadlines__join_s=40)
+    times = {"step_s": 10, "save_s": 50, "reconnect_s": 5, "lag_s": 30, "join_s": 40}
+    deadlines = {f"deadlines__{name}": seconds for name, seconds in times.items()}
     both = parse_train_config(job(tmp_path, stream__control_url="redis://h:1", **deadlines))
     saving = parse_train_config(job(tmp_path, **deadlines))
     alone = parse_train_config({**job(tmp_path, **deadlines), "checkpoint": None})
