@@ -120,6 +120,35 @@ def test_more_than_two_replicas_differ_from_stock_by_the_order_of_sums_alone(set
             assert norm == pytest.approx(other, rel=1e-6)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [dict(), dict(ep=4)], ids=["dp4", "ep4"])
+def test_more_than_two_replicas_withdraw_what_is_clipped(settings: dict[str, int]) -> None:
+    """With sums that are exact in any order; see the test above."""
+    config = tiny_config(clip=0.3, layers=2, **settings)
+    for stock, speculative in compare(config, 4, ("speculative",), exact_sums=True):
+        assert stock["clipped"] == speculative["aborts"] == speculative["withdrawn"] == STEPS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "settings", [dict(tp=2, dtype="float32"), dict(pp=2, vpp=2, stage_layers=(0, 1, 1, 0))], ids=["tp2", "vpp2"]
+)
+def test_clipping_that_never_clips_takes_nothing_back(settings: dict[str, Any]) -> None:
+    config = tiny_config(clip=1e6, layers=2, **settings)
+    for stock, speculative in compare(config, 2, ("speculative",)):
+        assert stock["clipped"] == speculative["aborts"] == speculative["withdrawn"] == 0
+        assert speculative["early"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ddp", [{"grad_reduce_in_fp32": False}, {"average_in_collective": True}], ids=str)
+def test_reductions_of_another_kind_equal_stock(ddp: dict[str, bool]) -> None:
+    """Main gradients in bf16, and sums that the transport divides: not our own model's, but a trainer may set them."""
+    for clip, policies in ((0.3, ("whole", "pipelined", "speculative")), (0.0, ("early",))):
+        for runs in compare(tiny_config(ep=2, layers=2, clip=clip), 2, policies, ddp=ddp):
+            assert all(run["ddp"][name] == value for run in runs for name, value in ddp.items())
+
+
 @pytest.mark.parametrize(
     ("broken", "finality"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,19 @@ class Run:
 
 
 def compare(
-    config: TrainerConfig, world_size: int, policies: tuple[str | Run, ...], *, exact_sums: bool = False
+    config: TrainerConfig,
+    world_size: int,
+    policies: tuple[str | Run, ...],
+    *,
+    exact_sums: bool = False,
+    ddp: Mapping[str, Any] | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """Runs stock and each policy; all must be equal to stock on every rank. Results by rank, then by run."""
+    """Runs stock and each policy; all must be equal to stock on every rank. Results by rank, then by run.
+
+    `ddp` are settings of megatron's DistributedDataParallelConfig, for all of them.
+    """
     runs = tuple(p if isinstance(p, Run) else Run(p, exact_sums=exact_sums) for p in ("stock", *policies))
-    results = train_all(config, world_size, runs)
+    results = train_all(config, world_size, runs, ddp)
     for rank, (stock, *others) in enumerate(results):
         assert stock["unmoved"] == 0
         for other in others:
@@ -59,9 +67,11 @@ def compare(
     return results
 
 
-def train_all(config: TrainerConfig, world_size: int, runs: tuple[Run, ...]) -> list[list[dict[str, Any]]]:
+def train_all(
+    config: TrainerConfig, world_size: int, runs: tuple[Run, ...], ddp: Mapping[str, Any] | None = None
+) -> list[list[dict[str, Any]]]:
     timeout_s = 400 if world_size > torch.cuda.device_count() > 0 else 150  # ranks that share a GPU take turns
-    return run_ranks(_body, world_size, config=config, runs=runs, timeout_s=timeout_s)
+    return run_ranks(_body, world_size, config=config, runs=runs, ddp=dict(ddp or {}), timeout_s=timeout_s)
 
 
 def in_turn(names: Sequence[str]) -> list[tuple[str, str]]:
@@ -85,9 +95,13 @@ def mixed_clip(config: TrainerConfig, world_size: int) -> float:
 
 
 def _body(
-    rank: int, world_size: int, init_method: str, config: TrainerConfig, runs: tuple[Run, ...]
+    rank: int, world_size: int, init_method: str, config: TrainerConfig, runs: tuple[Run, ...], ddp: dict[str, Any]
 ) -> list[dict[str, Any]]:
     model.start_process_group(config, rank=rank, world_size=world_size, init_method=init_method, deadline_s=60)
+    from megatron.core import distributed
+
+    honest = distributed.DistributedDataParallelConfig
+    distributed.DistributedDataParallelConfig = lambda **named: honest(**{**named, **ddp})
     return [_train(config, run) for run in runs]
 
 
@@ -119,6 +133,7 @@ def _train(config: TrainerConfig, run: Run) -> dict[str, Any]:
     return {
         **outcome(params, before, optimizer),
         "finality": run.finality,
+        "ddp": vars(chunks[0].ddp_config),
         "trace": trace,
         "biases": digest(router_biases(chunks)),
         "sent biases": sent,
