@@ -170,6 +170,8 @@ class Plan:
         """The buffer that makes a unit final on a trainer rank that sends part of it: (unit, source rank) -> buffer.
 
         Pieces of a rank come in the order in which its buffers become final, so it is that of the unit's last piece.
+        That is the order of the backward: what `speculative` makes again, and what later stages step behind theirs on a
+        CPU, comes in another one.
         """
         pieces = self.pieces
         rows = zip(pieces.unit.tolist(), pieces.source.tolist(), pieces.buffer.tolist(), strict=True)
