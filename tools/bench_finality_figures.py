@@ -91,6 +91,7 @@ def memory_of(name: str, ranks: list[dict[str, Any]]) -> dict[str, float]:
     return {
         "extra": round(max(extra), 2),
         "kept": round(max(rank["memory"][name]["kept"] for rank in ranks), 2),
+        "bucket": round(max(rank["memory"][name]["bucket"] for rank in ranks), 2),
         "stock_peak": round(ranks[0]["memory"]["stock"]["peak_bytes"] / ranks[0]["memory"]["stock"]["shard_bytes"], 2),
     }
 

@@ -40,6 +40,7 @@ class Model:
     stepper: Stepper | None = None
     emitter: Emitter | None = None
     plan: Plan | None = None
+    bucket_elements: int = 0
     lanes: dict[int, Any] = field(default_factory=dict)
     version: int = 0
     attempt: int = 0
@@ -104,7 +105,8 @@ class Rank:
         return time.perf_counter() - begin
 
     def memory(self, built: Model) -> dict[str, float]:
-        """Peak of what one step allocates, and what is kept for undoing, in fp32 copies of this rank's shard."""
+        """Peak of what one step allocates, what is kept for undoing, and the largest bucket, in fp32 copies of this
+        rank's shard."""
         shard_bytes = 4 * sum(shard.main.numel() for shard in compat.main_shards(built.optimizer))
         stepper = built.stepper
         undo = stepper.undo if isinstance(stepper, EarlyStepper) else None
@@ -113,6 +115,7 @@ class Rank:
         return {
             "peak_bytes": peak,
             "shard_bytes": shard_bytes,
+            "bucket": 4 * built.bucket_elements / shard_bytes,
             "kept": (undo.num_bytes if undo is not None else 0) / shard_bytes,
         }
 
@@ -174,6 +177,7 @@ class Rank:
             finality=finality,
             ownership=ownership,
         )
+        built.bucket_elements = max(data.numel() for data in adapter.buffers.values())
         layouts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(layouts, adapter.describe())
         engines = engine_layouts(family, shape, parse_engine_mesh("tp1 pp2"))

@@ -148,8 +148,10 @@ def test_a_few_pairs_of_every_policy_send_what_the_plan_says(tmp_path: Path) -> 
         assert (row["steps"], row["invalid_steps"]) == (2 * pairs, 0), name
         assert {key: len(values) for key, values in row["percent"].items()} == dict.fromkeys(MOMENTS, 2 * pairs), name
         assert (row["aborts"] >= row["steps"]) == (name == "aborting"), name
-    kept = {name: row["kept"] for name, row in figures["memory"].items()}
-    assert kept["speculative"] == pytest.approx(3.0, abs=0.01) and kept["early"] == kept["pipelined"] == 0.0
+    memory = figures["memory"]
+    assert memory["speculative"]["kept"] == pytest.approx(3.0, abs=0.01)
+    for name in ("early", "pipelined"):
+        assert memory[name]["extra"] <= 2 * memory[name]["bucket"], (name, memory[name])
 
 
 @pytest.mark.full

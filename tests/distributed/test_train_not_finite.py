@@ -75,7 +75,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("finality", ["pipelined", "speculative"])
+@pytest.mark.parametrize("finality", ["whole", "pipelined", "speculative"])
 def test_the_step_is_skipped_and_the_next_one_has_its_version(tmp_path: Path, finality: str) -> None:
     write_files(tmp_path)
     with EmbeddedServer(tmp_path / "s") as server, engine(server.url, "one", tmp_path / "weights") as lives:
