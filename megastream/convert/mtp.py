@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from megastream.convert.model import Model
 from megastream.convert.types import ConvertError, Form, Holding
+from megastream.layout.only import only
 
 _MEGATRON = re.compile(r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)")
 _CANONICAL = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -69,20 +70,11 @@ def as_held(
             )
         return model, tuple(holdings), ()
     without = replace(model, shape=replace(model.shape, mtp_layers=0))
-    return without, tuple(_without(holding, set(gone)) if gone else holding for holding in holdings), tuple(gone)
+    kept = names.difference(gone)
+    held = (replace(each, layouts=tuple(only(layout, kept) for layout in each.layouts)) for each in holdings)
+    return without, tuple(held if gone else holdings), tuple(gone)
 
 
 def _is_mtp(model: Model, name: str) -> bool:
     layer, _, _ = name.removeprefix("model.layers.").partition(".")
     return layer.isdecimal() and int(layer) >= model.shape.num_layers
-
-
-def _without(holding: Holding, gone: Collection[str]) -> Holding:
-    layouts = []
-    for layout in holding.layouts:
-        shards = tuple(shard for shard in layout.shards if shard.tensor not in gone)
-        used = {shard.buffer for shard in shards}
-        tensors = tuple(spec for spec in layout.tensors if spec.name not in gone)
-        buffers = tuple(spec for spec in layout.buffers if spec.name in used)
-        layouts.append(replace(layout, tensors=tensors, buffers=buffers, shards=shards))
-    return replace(holding, layouts=tuple(layouts))

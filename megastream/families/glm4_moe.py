@@ -1,7 +1,8 @@
 """GLM-4.5-MoE: the first layers dense, a shared expert, and a router with an fp32 bias for the choice of experts.
 
 Biases of queries, keys and values and norms of their heads are there as config.json says. Layers of multi-token
-prediction are the trainer's only: vLLM loads them for speculative decoding, and engines with a draft model are refused.
+prediction are of files and trainers only: vLLM loads them for speculative decoding, and engines with a draft model are
+refused.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class ModelShape:
     """The numbers of a HF config.json that layouts need. `raw` keeps the file as it was read, `known` what its family
     worked out of these numbers.
 
-    `mtp_layers` are those of multi-token prediction that a trainer has. No engine that can be streamed to computes with
-    them, so a shape that is read from a file has none.
+    `mtp_layers` are those of multi-token prediction that a trainer, or weights in files, have. No engine that can be
+    streamed to computes with them, so a shape that is read from a config.json has none at first.
     """
 
     family: str

@@ -161,6 +161,7 @@ def test_engines_get_the_rest_and_the_command_says_so(tmp_path: Path) -> None:
     assert quiet.exit_code == 0 and "multi-token" not in quiet.output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["mp_rank", "torch_dist"])
 def test_layers_that_config_json_does_not_declare_are_refused(tmp_path: Path, form: str) -> None:
     layout = "tp1" if form == "mp_rank" else None
@@ -178,6 +179,7 @@ def test_a_family_without_rows_for_them_refuses_megatron_s(tmp_path: Path) -> No
     assert canonical_name("decoder.layers.1.input_layernorm.weight", model) == "decoder.layers.1.input_layernorm.weight"
 
 
+@pytest.mark.full
 def test_hugging_face_layers_that_are_not_declared_or_not_complete_are_refused(tmp_path: Path) -> None:
     source = _write(tmp_path / "hf", 1, layers=2)
     few = tensors_of(source)
@@ -191,6 +193,7 @@ def test_hugging_face_layers_that_are_not_declared_or_not_complete_are_refused(t
         converted(_declaring(source, 65), tmp_path / "b")
 
 
+@pytest.mark.full
 def test_a_tied_head_is_refused_in_megatron_s_forms(tmp_path: Path) -> None:
     source = _write(tmp_path / "hf", 1, layers=2, tied=False)
     raw = json.loads((source / "config.json").read_text())
