@@ -117,7 +117,8 @@ def _launch_in(folder: str, path: Path, config: TrainConfig) -> int:
         print(f"megastream: {error.sigval.name}: the ranks of this node were stopped", file=sys.stderr)
         return 128 + error.sigval
     except (RendezvousError, TimeoutError) as error:
-        where = f"{meeting.nodes} nodes did not meet at {meeting.address}"
+        met = any(Path(folder).glob("*/attempt_*"))  # torchrun's folders of ranks that it started
+        where = "another node ended first" if met else f"{meeting.nodes} nodes did not meet at {meeting.address}"
         print(f"megastream: {where}: {' '.join(str(error).split())}", file=sys.stderr)
         return FAILED
     except RuntimeError as error:
