@@ -12,56 +12,60 @@ import secrets
 import socket
 import threading
 import time
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
 
 from megastream.protocol.lane import LaneAddress, LaneError, LaneTimeout
+from megastream.transport import wire
 from megastream.transport.gloo_lane import GlooReceiveLane, GlooSendLane
-from megastream.transport.gloo_pair import (
-    RECEIVER,
-    SENDER,
-    GlooPair,
-    PairBroken,
-    PairTimeout,
-    await_key,
-    client_store,
-    prefixed,
-    serve_store,
-)
+from megastream.transport.gloo_pair import RECEIVER, SENDER, GlooPair, PairBroken, PairTimeout
+from megastream.transport.meeting import Meeting, await_welcome, welcome
 
-_TAKEN, _WITHDRAWN = b"taken", b"withdrawn"
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """An address that was given out, and the socket on which its one sender is awaited."""
+
+    address: LaneAddress
+    listening: socket.socket
+
+    def void(self) -> None:
+        """Ends an `accept` that waits; whoever is connected already, or comes, is refused by the kernel."""
+        with suppress(OSError):
+            self.listening.shutdown(socket.SHUT_RDWR)
+        self.listening.close()
 
 
 class GlooReceiver:
-    """Accepts the lanes of one engine rank. Holds one rendezvous store on a port that the system chose.
+    """Accepts the lanes of one engine rank; each is awaited on a port of its own that the system chose.
 
-    `host` is a local address; store and lanes listen on it and nowhere else.
+    `host` is a local address; lanes listen on it and nowhere else.
     """
 
     transport = "gloo"
 
     def __init__(self, host: str) -> None:
         self._host = host
-        try:
-            # Left to itself the store would listen on every interface; a socket of ours listens on `host` alone, and
-            # between choosing the port and using it nobody can take it.
-            with socket.create_server((host, 0), family=_family(host)) as listener:
-                self._port: int = listener.getsockname()[1]
-                self._store = serve_store(host, self._port, listener.detach())
-        except OSError as error:
-            raise LaneError(f"cannot listen on {host}: {error.strerror or error}; name a local address") from error
         self._lock = threading.Lock()
-        self._offered: dict[int, LaneAddress] = {}
+        self._offers: dict[int, _Offer] = {}
+        self._is_open = True
+        self._listen().close()  # whether that is possible is said here, and not when the first trainer attaches
 
     def address(self, source: int) -> LaneAddress:
         """A fresh address, for one connection of trainer rank `source`. Replaces an earlier one."""
-        store = self._open_store()
-        address = LaneAddress(self.transport, self._host, self._port, f"trainer{source}-{secrets.token_hex(8)}")
+        listening = self._listen()
+        port = listening.getsockname()[1]
+        offer = _Offer(LaneAddress(self.transport, self._host, port, f"trainer{source}-{_new_token()}"), listening)
         with self._lock:
-            if (replaced := self._offered.get(source)) is not None:
-                _void(store, replaced)
-            store.set(_offer(address.key), b"1")
-            self._offered[source] = address
-        return address
+            if self._is_open:
+                replaced = self._offers.get(source)
+                self._offers[source] = offer
+            else:
+                replaced = offer
+        if replaced is not None:
+            replaced.void()
+        self._require_open()
+        return offer.address
 
     def accept(self, address: LaneAddress, deadline_s: float) -> GlooReceiveLane:
         """Blocks until a trainer rank has connected to `address`; several threads may accept at a time.
@@ -69,47 +73,65 @@ class GlooReceiver:
         LaneTimeout after `deadline_s`; the address is void then, and the next try needs a new one. LaneError at once
         when the address was withdrawn, replaced or used, also while this waits.
         """
-        self._open_store()
-        source = next((source for source, offered in self._offered.items() if offered == address), None)
-        if source is None:
-            raise LaneError(f"lane {address.key} at {self._host}:{self._port}: withdrawn, replaced, or never offered")
-        name = f"lane trainer {source} -> {self._host}:{self._port}"
+        self._require_open()
+        source, offer = self._find(address)
+        name = f"lane trainer {source} -> {self._host}:{address.port}"
         until = time.monotonic() + deadline_s
         try:
-            store = client_store(self._host, self._port, deadline_s)
-            if await_key(store, _claim(address.key), deadline_s) != _TAKEN:
-                raise LaneError(f"{name}: withdrawn while it waited for a trainer rank")
-            left = max(until - time.monotonic(), 0.1)
-            pair = GlooPair(prefixed(store, address.key), RECEIVER, self._host, left)
-            lane = self._lane(pair, name, until)
+            met = wire.accept(offer.listening, _token(address), until)
         except PairTimeout as error:
             raise LaneTimeout(f"{name}: nobody connected within {deadline_s:.1f} s") from error
         except PairBroken as error:
-            raise LaneError(f"{name}: connecting failed: {error}") from error
+            raise LaneError(f"{name}: withdrawn while it waited for a trainer rank") from error
         finally:
             self.withdraw(address)
-        return lane
+        try:
+            welcome(met, until)
+            return self._lane(GlooPair(Meeting(met, until), RECEIVER, self._host, _left_s(until)), name, until)
+        except PairTimeout as error:
+            raise LaneTimeout(f"{name}: a trainer rank came and did not go on within {deadline_s:.1f} s") from error
+        except PairBroken as error:
+            raise LaneError(f"{name}: connecting failed: {error}") from error
+        finally:
+            met.close()
 
     def withdraw(self, address: LaneAddress) -> None:
         """Makes `address` void, and ends an `accept` that waits for it. Any thread; others' addresses stay."""
         with self._lock:
-            self._offered = {source: kept for source, kept in self._offered.items() if kept != address}
-            if self._store is not None:
-                _void(self._store, address)
+            gone = [source for source, offer in self._offers.items() if offer.address == address]
+            offers = [self._offers.pop(source) for source in gone]
+        for offer in offers:
+            offer.void()
 
     def close(self) -> None:
-        """Ends the rendezvous; lanes that are open stay. Idempotent."""
+        """Makes all addresses void; lanes that are open stay. Idempotent."""
         with self._lock:
-            self._store = None
+            self._is_open = False
+            offers = list(self._offers.values())
+            self._offers.clear()
+        for offer in offers:
+            offer.void()
 
     def _lane(self, pair: GlooPair, name: str, until: float) -> GlooReceiveLane:
         """The lane over a group that is up; until `until` (time.monotonic seconds) the other end waits for it, too."""
         return GlooReceiveLane(pair, name)
 
-    def _open_store(self) -> Any:
-        if self._store is None:
-            raise LaneError(f"receiver at {self._host}:{self._port} is closed")
-        return self._store
+    def _find(self, address: LaneAddress) -> tuple[int, _Offer]:
+        with self._lock:
+            for source, offer in self._offers.items():
+                if offer.address == address:
+                    return source, offer
+        raise LaneError(f"lane {address.key} at {self._host}:{address.port}: withdrawn, replaced, or never offered")
+
+    def _listen(self) -> socket.socket:
+        try:
+            return wire.listen(self._host)
+        except PairBroken as error:
+            raise LaneError(f"{error}; name a local address") from error
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise LaneError(f"receiver at {self._host} is closed")
 
 
 def connect(address: LaneAddress, deadline_s: float) -> GlooSendLane:
@@ -127,34 +149,41 @@ def name_of(address: LaneAddress) -> str:
 def meet(address: LaneAddress, deadline_s: float) -> GlooPair:
     """The sender's end of the group behind an address; blocks until the receiver accepts. LaneError, LaneTimeout."""
     name, until = name_of(address), time.monotonic() + deadline_s
+    met = None
     try:
-        with socket.create_connection((address.host, address.port), deadline_s) as probe:
-            local = probe.getsockname()[0]
-        store = client_store(address.host, address.port, deadline_s)
-        # The first to remove the offer is the one it was for.
-        if not store.delete_key(_offer(address.key)):
-            raise LaneError(f"{name}: no such lane there: another run's address, withdrawn, or in use already")
-        store.set(_claim(address.key), _TAKEN)
-        return GlooPair(prefixed(store, address.key), SENDER, local, max(until - time.monotonic(), 0.1))
+        met = wire.dial(address.host, address.port, _token(address), until)
+        await_welcome(met, until)
     except PairTimeout as error:
+        _close(met)
         raise LaneTimeout(f"{name}: not accepted within {deadline_s:.1f} s") from error
-    except (OSError, PairBroken) as error:
+    except PairBroken as error:
+        _close(met)
+        raise LaneError(
+            f"{name}: no such lane there ({error}): another run's address, withdrawn, in use, or its engine is gone"
+        ) from error
+    try:
+        return GlooPair(Meeting(met, until), SENDER, met.local_host, _left_s(until))
+    except PairTimeout as error:
+        raise LaneTimeout(f"{name}: the engine's end did not go on within {deadline_s:.1f} s") from error
+    except PairBroken as error:
         raise LaneError(f"{name}: cannot connect: {error}") from error
+    finally:
+        met.close()
 
 
-def _offer(key: str) -> str:
-    return f"offer/{key}"
+def _new_token() -> str:
+    return secrets.token_hex(wire.TOKEN_BYTES // 2)
 
 
-def _void(store: Any, address: LaneAddress) -> None:
-    if store.delete_key(_offer(address.key)):
-        store.set(_claim(address.key), _WITHDRAWN)
+def _token(address: LaneAddress) -> bytes:
+    """What the sender says first: the end of the address's key, which two lanes never share."""
+    return address.key[-wire.TOKEN_BYTES :].encode().ljust(wire.TOKEN_BYTES)[: wire.TOKEN_BYTES]
 
 
-def _claim(key: str) -> str:
-    """Set once per address, by whoever removed its offer: the sender that comes, or the receiver that withdraws it."""
-    return f"claim/{key}"
+def _left_s(until: float) -> float:
+    return max(until - time.monotonic(), 0.1)
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+def _close(met: wire.Wire | None) -> None:
+    if met is not None:
+        met.close()

@@ -38,7 +38,6 @@ PAYLOAD_TAG, TRAILER_TAG, ACK_TAG, ABORT_TAG = 1, 2, 3, 4
 # Operations carry their own deadlines; the group's is only what an idle header wait may take.
 _FOREVER = timedelta(days=365)
 _TIMER_S = 0.005  # gloo counts in milliseconds, and may come back a little early
-_STORE_TIMEOUT = timedelta(seconds=30)
 
 _OF_PARENT: list[Any] = []
 
@@ -51,41 +50,11 @@ class PairBroken(Exception):
     """The group is in an error state. The message is gloo's, on one line."""
 
 
-def serve_store(host: str, port: int, listening_fd: int) -> Any:
-    """The rendezvous store of one receiver, on a socket that listens already; the store owns it from here on."""
-    return dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT, master_listen_fd=listening_fd
-    )
-
-
-def client_store(host: str, port: int, timeout_s: float) -> Any:
-    """A connection of one's own to a store: a blocking wait holds the connection it uses. PairBroken without one."""
-    try:
-        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    except RuntimeError as error:
-        raise PairBroken(_one_line(error)) from error
-
-
-def await_key(store: Any, key: str, timeout_s: float) -> bytes:
-    """The value of `key` once somebody sets it. The store's connection is in use meanwhile. PairTimeout, PairBroken."""
-    until = time.monotonic() + timeout_s
-    try:
-        store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
-        return bytes(store.get(key))
-    except RuntimeError as error:
-        kind = PairTimeout if time.monotonic() >= until - _TIMER_S else PairBroken
-        raise kind(_one_line(error)) from error
-
-
-def prefixed(store: Any, key: str) -> Any:
-    """The part of a store that belongs to one lane."""
-    return dist.PrefixStore(key, store)
-
-
 class GlooPair:
     """One process's end of a two-rank group. Construction blocks until both ends are there.
 
-    `host` is a local address: gloo listens on it and nowhere else. Raises PairTimeout or PairBroken.
+    `store` is how they find each other (`meeting.py`), `host` a local address: gloo listens on it and nowhere else.
+    Raises PairTimeout or PairBroken.
     """
 
     def __init__(self, store: Any, rank: int, host: str, timeout_s: float) -> None:

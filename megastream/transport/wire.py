@@ -1,4 +1,5 @@
-"""The messages of a GPU lane: one TCP connection between its two ends, on which every wait has a deadline.
+"""One TCP connection between the two ends of a lane, on which every wait has a deadline. Over one they meet; the
+messages of a GPU lane have another.
 
 The kernel keeps messages in order and tells at once when the other process is gone, also while something else is
 waited for (`is_gone`). Raises PairTimeout and PairBroken, as the group does over which the two ends met.
@@ -16,8 +17,8 @@ from contextlib import suppress
 from megastream.transport.gloo_pair import PairBroken, PairTimeout
 
 TOKEN_BYTES = 16
-_GREETING_S = 1.0
-"""How long somebody who connects may take to say the token."""
+_GREETING_S = 10.0
+"""How long somebody who connects may take to say the token; a busy machine stands still for seconds."""
 _CHUNK_BYTES = 1 << 16
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 _SPIN_S, _POLL_S = 0.0002, 0.00005
@@ -35,6 +36,8 @@ class Wire:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._came = connection, bytearray()
+        self.local_host: str = connection.getsockname()[0]
+        """The address of this end, as the kernel chose it."""
 
     def send(self, raw: bytes, until: float) -> None:
         """Blocks until the kernel has it all, or until `until` (time.monotonic seconds)."""
@@ -108,13 +111,16 @@ def listen(host: str) -> socket.socket:
 
 
 def accept(listening: socket.socket, token: bytes, until: float) -> Wire:
-    """The connection of whoever knows the token; others are turned away."""
+    """The connection of whoever knows the token; others are turned away. PairTimeout; PairBroken when `listening` was
+    shut down meanwhile."""
     while (left := until - time.monotonic()) > 0:
-        listening.settimeout(min(left, _LONGEST_WAIT_S))
         try:
+            listening.settimeout(min(left, _LONGEST_WAIT_S))
             wire = Wire(listening.accept()[0])
-        except OSError:  # the timeout, too
+        except (TimeoutError, ConnectionError):  # a connection that is gone again is none
             continue
+        except OSError as error:
+            raise PairBroken(error.strerror or str(error)) from error
         with suppress(PairTimeout, PairBroken):
             said = wire.receive(TOKEN_BYTES, min(until, time.monotonic() + _GREETING_S))
             if secrets.compare_digest(said, token):

@@ -20,6 +20,7 @@ def threads_and_files() -> tuple[int, int]:
 def cycle(transport: str) -> None:
     """One lane, opened and closed. Over gloo both ends are in this process; GPU lanes want two."""
     end = receiver(transport)
+    end.address(4)  # nobody ever comes there
     address = end.address(3)
     if transport == "gloo":
         made: list[Any] = []
@@ -48,5 +49,5 @@ def test_fifty_lanes_leave_no_thread_and_no_file(transport: str) -> None:
     before = threads_and_files()
     for _ in range(50 if transport == "gloo" else 8):  # on a GPU each takes a process
         cycle(transport)
-    # A rendezvous closes its connections in a thread of its own.
+    # A group closes its connections in a thread of its own.
     eventually(lambda: threads_and_files() <= before, 5.0)

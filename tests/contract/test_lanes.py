@@ -175,14 +175,24 @@ def test_a_refusal_reaches_the_sender(link: Link, read_first: bool) -> None:
     assert (said[1] == "sent") if goes_on else ("attachment a1 has ended" in said[1])
 
 
+def ends_in_error(link: Link, address: LaneAddress) -> None:
+    with pytest.raises(LaneError, match="withdrawn while it waited"):
+        link.receiver.accept(address, 60.0)
+
+
 def test_an_address_that_leads_nowhere_is_refused_at_once(link: Link) -> None:
     good = link.receiver.address(3)
+    accepting = threading.Thread(target=ends_in_error, args=(link, good))
+    accepting.start()
     started = time.monotonic()
     with pytest.raises(LaneError, match="no such lane"):
         connect(link.transport, LaneAddress(good.transport, good.host, good.port, "trainer3-0000"), 30.0)
     with pytest.raises(LaneError, match="transport carrier-pigeon"):
         connect(link.transport, LaneAddress("carrier-pigeon", good.host, good.port, good.key), 30.0)
+    assert accepting.is_alive(), "a stranger does not use the address up"
     replaced = link.receiver.address(3)
+    accepting.join(SOON_S)
+    assert not accepting.is_alive()
     with pytest.raises(LaneError, match="no such lane"):
         connect(link.transport, good, 30.0)
     link.receiver.close()
