@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megastream.convert.types import DTYPES, FORMS, ConvertError, Dtype, Form
 
 if TYPE_CHECKING:
-    from megastream.convert.run import OnBytes
+    from megastream.convert.run import Converted, OnBytes
 
 _GB = 10**9
 _GIB = 1 << 30
@@ -72,12 +72,7 @@ def convert_command(
         done = convert(source, target, options, on_bytes, overwrite=overwrite, resume=resume)
         took_s = time.monotonic() - begin_s
     typer.echo(f"{target}: {done.num_tensors} tensors, {done.num_bytes} bytes as {done.form}, in {took_s:.1f} s")
-    if done.num_compared:
-        typer.echo(f"{done.num_compared} elements that {source} holds more than once are equal")
-    if done.left_out:
-        few = ", ".join(done.left_out[:3])
-        typer.echo(f"left out, being no weights of this model: {len(done.left_out)} entries of {source} ({few}, ...)")
-    _tell_mtp(done.mtp_left_out, "left out")
+    _tell_converted(done, source)
 
 
 def verify_command(
@@ -101,17 +96,25 @@ def verify_command(
     typer.echo(f"equal: {done.num_tensors} tensors, {done.num_elements} elements of {other} compared ({forms})")
     if done.num_fp8:
         typer.echo(f"{done.num_fp8} of them are in fp8, and equal within half a step of it where only one side is")
-    _tell_mtp(done.mtp_left_out, "not compared")
+    _tell_mtp(done.mtp_left_out, "not compared, as sharded_state has no layers of multi-token prediction")
+
+
+def _tell_converted(done: Converted, source: Path) -> None:
+    if done.num_compared:
+        typer.echo(f"{done.num_compared} elements that {source} holds more than once are equal")
+    if done.left_out:
+        few = ", ".join(done.left_out[:3])
+        typer.echo(f"left out, being no weights of this model: {len(done.left_out)} entries of {source} ({few}, ...)")
+    _tell_mtp(done.mtp_left_out, "left out, as sharded_state has no layers of multi-token prediction")
+    absent = f"layers of multi-token prediction that config.json declares, and {source} does not have"
+    _tell_mtp(done.mtp_absent, absent)
 
 
 def _tell_mtp(tensors: Sequence[str], what: str) -> None:
     """All of them, layer by layer: nothing is left out silently."""
     if tensors:
         layers = sorted({".".join(name.split(".")[:3]) for name in tensors})
-        typer.echo(
-            f"{what}, as sharded_state has no layers of multi-token prediction: {len(tensors)} tensors, all of "
-            f"{', '.join(f'{layer}.*' for layer in layers)}"
-        )
+        typer.echo(f"{what}: {len(tensors)} tensors, all of {', '.join(f'{layer}.*' for layer in layers)}")
 
 
 @contextmanager

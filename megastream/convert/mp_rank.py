@@ -208,7 +208,11 @@ def _global(path: Path, name: str, layers: Sequence[int], coords: Mapping[str, i
             raise ConvertError(f"{path}: {name} is beyond the {len(layers)} layers of this stage; is the layout right?")
         name = _LAYER.sub(str(layers[int(match[0])]), name, count=1)
     first = coords["ep"] * (model.shape.num_experts // coords["ep_size"])
-    return canonical_name(_EXPERT.sub(lambda match: str(first + int(match[0])), name, count=1), model)
+    name = _EXPERT.sub(lambda match: str(first + int(match[0])), name, count=1)
+    try:
+        return canonical_name(name, model)
+    except ConvertError as error:
+        raise ConvertError(f"{path}: {error}") from error
 
 
 def _local(name: str, layers: Sequence[int], coords: Mapping[str, int], model: Model) -> str:

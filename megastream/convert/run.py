@@ -39,7 +39,8 @@ class Converted:
     """What was written. `num_compared`: elements that the source holds more than once, all equal.
 
     `left_out` names what lies in the source's files and is no weight of the model, `mtp_left_out` weights of layers of
-    multi-token prediction, for which the target's form has no place.
+    multi-token prediction, for which the target's form has no place, `mtp_absent` those that config.json declares and
+    the source does not have.
     """
 
     form: Form
@@ -48,6 +49,7 @@ class Converted:
     num_compared: int
     left_out: tuple[str, ...]
     mtp_left_out: tuple[str, ...]
+    mtp_absent: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,9 @@ def convert(
         raise ConvertError(f"--memory is {options.memory_bytes} bytes; at least {MIN_MEMORY_BYTES} are needed")
     if target.exists() and not overwrite:
         raise ConvertError(f"{target} exists; remove it, or give --overwrite")
-    model = find_model(source, options.config)
-    holding = read_form(source, model, options.from_layout, masters=options.from_masters)
-    model, (holding,), mtp_left_out = as_held(model, [holding], {holding.form, options.to})
+    declared = find_model(source, options.config)
+    holding = read_form(source, declared, options.from_layout, masters=options.from_masters)
+    model, (holding,), mtp_left_out = as_held(declared, [holding], {holding.form, options.to})
     check_complete(holding, model)
     new = plan_target(target, model, target_dtypes(holding, model, options.to, options.dtype), options)
     order = {name: number for number, name in enumerate(model.tensors())}
@@ -101,7 +103,8 @@ def convert(
     finally:
         landing.close()
     num_bytes = sum(job.num_bytes for job in jobs)
-    return Converted(new.holding.form, len(order), num_bytes, compared, holding.left_out, mtp_left_out)
+    absent = tuple(sorted(declared.tensors().keys() - order.keys() - set(mtp_left_out)))
+    return Converted(new.holding.form, len(order), num_bytes, compared, holding.left_out, mtp_left_out, absent)
 
 
 def verify(one: Path, other: Path, options: Options, on_bytes: OnBytes) -> Verified:

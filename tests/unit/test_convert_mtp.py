@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from megastream.cli.main import app
+from megastream.convert.forms import Options
 from megastream.convert.model import find_model
 from megastream.convert.mtp import canonical_name
+from megastream.convert.run import convert
 from megastream.convert.types import ConvertError
 from tests.helpers.convert_models import converted, difference, tensors_of, write_family, write_hf
 
@@ -166,8 +168,10 @@ def test_engines_get_the_rest_and_the_command_says_so(tmp_path: Path) -> None:
 def test_layers_that_config_json_does_not_declare_are_refused(tmp_path: Path, form: str) -> None:
     layout = "tp1" if form == "mp_rank" else None
     folder = converted(_write(tmp_path / "hf", 2, layers=2), tmp_path / "b", form, to_layout=layout)
-    with pytest.raises(ConvertError, match=r"mtp.layers.1.*: config.json says num_nextn_predict_layers is 1; give it"):
+    words = r"mtp.layers.1.*: config.json says num_nextn_predict_layers is 1; give it"
+    with pytest.raises(ConvertError, match=words) as error:
         converted(_declaring(folder, 1), tmp_path / "c")
+    assert form == "torch_dist" or str(folder / "mp_rank_00" / "model_optim_rng.pt") in str(error.value)
 
 
 def test_a_family_without_rows_for_them_refuses_megatron_s(tmp_path: Path) -> None:
@@ -202,3 +206,29 @@ def test_a_tied_head_is_refused_in_megatron_s_forms(tmp_path: Path) -> None:
     assert "model.layers.2.enorm.weight" in tensors_of(converted(tied, tmp_path / "b"))
     with pytest.raises(ConvertError, match="multi-token prediction with a tied head are converted from hf to hf only"):
         converted(tied, tmp_path / "c", "torch_dist")
+
+
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [
+        ("hf", None),
+        pytest.param("torch_dist", None, marks=pytest.mark.full),
+        pytest.param("mp_rank", "tp2 pp2", marks=pytest.mark.full),
+        pytest.param("sharded_state", "tp2", marks=pytest.mark.full),
+    ],
+)
+def test_those_that_only_config_json_has_are_named(tmp_path: Path, form: str, layout: str | None) -> None:
+    """What is written has the others only; an index lists no tensor that was not written."""
+    source = _declaring(_write(tmp_path / "hf", 0, layers=2), 3)
+    expected = tensors_of(_write(tmp_path / "with", 3, layers=2)).keys() - tensors_of(source).keys()
+    options = Options(to=form, to_layout=layout, max_file_bytes=20_000)
+    done = convert(source, tmp_path / "b", options, lambda done, total: None)
+    assert set(done.mtp_absent) == expected and done.mtp_left_out == ()
+    if form == "hf":
+        index = json.loads((tmp_path / "b" / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"]) == tensors_of(tmp_path / "b").keys() == tensors_of(source).keys()
+    declared = _declaring(tmp_path / "b", 1)
+    said = CliRunner().invoke(app, ["convert", str(declared), str(tmp_path / "c")]).output
+    assert f"config.json declares, and {declared} does not have: {len(expected) // 3} tensors, all of " in said
+    complete = CliRunner().invoke(app, ["convert", str(tmp_path / "with"), str(tmp_path / "d")])
+    assert complete.exit_code == 0 and "multi-token" not in complete.output
