@@ -21,11 +21,19 @@ VOCAB = 320
 LATENT = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=128, moe_intermediate_size=128, vocab_size=VOCAB)
 LATENT |= dict(head_dim=64, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
 LATENT |= dict(max_position_embeddings=2048, topk_method="noaux_tc")
+DELTA = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=128, moe_intermediate_size=128, vocab_size=VOCAB)
+DELTA |= dict(head_dim=64, shared_expert_intermediate_size=64, max_position_embeddings=2048)
+DELTA |= dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=128, linear_value_head_dim=128)
 TIED = TinyMoe(vocab=VOCAB, tied=True)
 
 
 def latent(folder: Path) -> None:
     random_transformers("deepseek_v3", 0, **LATENT).to(torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder, VOCAB)
+
+
+def delta(folder: Path) -> None:
+    random_transformers("qwen3_next", 0, **DELTA).to(torch.bfloat16).save_pretrained(folder)
     write_tokenizer(folder, VOCAB)
 
 
@@ -48,6 +56,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         {},
         "a draft model is in use; leave out",
     ),
+    "recurrent states of delta nets": (delta, {}, {}, "requests have recurrent states"),
     "tied over stages": (tied, {"pipeline_parallel_size": 2}, {}, "embedding and head are tied across pipeline stages"),
     "a gate in parts without room": (
         plain,
