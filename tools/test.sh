@@ -20,14 +20,15 @@ if [ $# -gt 0 ]; then
     exec "$bin/python" -m pytest "${selection[@]}" "$@"
 fi
 
-fresh=(tests/engine/test_{family_loads,fp8,hot_cold,refused,sharded_state}.py) # engines of their own
+apart=(tests/engine/test_{family_loads,fp8,hot_cold,refused,sharded_state}.py) # engines of their own
+apart+=(tests/distributed/test_{matrix,mtp,router_bias}.py)                    # training alone
 beside=$(mktemp)
 set -m # a job in the background would otherwise begin with SIGINT ignored, and so would all that its tests start
-nice -n 10 "$bin/python" -m pytest "${selection[@]}" tests/unit tests/contract "${fresh[@]}" >"$beside" 2>&1 &
+nice -n 10 "$bin/python" -m pytest "${selection[@]}" tests/unit tests/contract "${apart[@]}" >"$beside" 2>&1 &
 trap 'kill -INT $! 2>/dev/null || true; rm -f "$beside"' EXIT
 set +m
 failed=0
-"$bin/python" -m pytest "${selection[@]}" tests/distributed tests/engine "${fresh[@]/#/--ignore=}" || failed=1
+"$bin/python" -m pytest "${selection[@]}" tests/distributed tests/engine "${apart[@]/#/--ignore=}" || failed=1
 wait $! || failed=1
 cat "$beside"
 exit "$failed"
