@@ -22,18 +22,22 @@ from megastream.transport.gloo_pair import RECEIVER, SENDER, GlooPair, PairBroke
 from megastream.transport.meeting import Meeting, await_welcome, welcome
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Offer:
     """An address that was given out, and the socket on which its one sender is awaited."""
 
     address: LaneAddress
     listening: socket.socket
+    is_awaited: bool = False
+    """A thread waits on the socket, and closes it: closed by another one, its number could be the next socket's before
+    that thread wakes, and it would wait on that."""
 
     def void(self) -> None:
         """Ends an `accept` that waits; whoever is connected already, or comes, is refused by the kernel."""
         with suppress(OSError):
             self.listening.shutdown(socket.SHUT_RDWR)
-        self.listening.close()
+        if not self.is_awaited:
+            self.listening.close()
 
 
 class GlooReceiver:
@@ -71,10 +75,10 @@ class GlooReceiver:
         """Blocks until a trainer rank has connected to `address`; several threads may accept at a time.
 
         LaneTimeout after `deadline_s`; the address is void then, and the next try needs a new one. LaneError at once
-        when the address was withdrawn, replaced or used, also while this waits.
+        when the address was withdrawn, replaced or used, also while this waits, and when another thread waits there.
         """
         self._require_open()
-        source, offer = self._find(address)
+        source, offer = self._await(address)
         name = f"lane trainer {source} -> {self._host}:{address.port}"
         until = time.monotonic() + deadline_s
         try:
@@ -85,6 +89,7 @@ class GlooReceiver:
             raise LaneError(f"{name}: withdrawn while it waited for a trainer rank") from error
         finally:
             self.withdraw(address)
+            offer.listening.close()
         try:
             welcome(met, until)
             return self._lane(GlooPair(Meeting(met, until), RECEIVER, self._host, _left_s(until)), name, until)
@@ -116,10 +121,11 @@ class GlooReceiver:
         """The lane over a group that is up; until `until` (time.monotonic seconds) the other end waits for it, too."""
         return GlooReceiveLane(pair, name)
 
-    def _find(self, address: LaneAddress) -> tuple[int, _Offer]:
+    def _await(self, address: LaneAddress) -> tuple[int, _Offer]:
         with self._lock:
             for source, offer in self._offers.items():
-                if offer.address == address:
+                if offer.address == address and not offer.is_awaited:
+                    offer.is_awaited = True
                     return source, offer
         raise LaneError(f"lane {address.key} at {self._host}:{address.port}: withdrawn, replaced, or never offered")
 

@@ -235,6 +235,7 @@ def test_a_lane_beside_a_default_group_and_in_a_thread(link: Link) -> None:
 
 def test_nothing_listens_beyond_the_given_host(link: Link) -> None:
     link.open(say_and_sleep)
+    link.receiver.address(4)  # what waits for the next lane listens, too
     own = {os.stat(f"/proc/self/fd/{fd}").st_ino for fd in os.listdir("/proc/self/fd") if is_socket(fd)}
     listening = []
     for table in ("tcp", "tcp6"):
