@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from megastream.cli.plan_experts import place_experts
 from megastream.cli.plan_html import html_page
 from megastream.cli.plan_limits import check_plan
 from megastream.cli.plan_report import Report, as_dict, print_report
@@ -36,7 +37,16 @@ def plan_command(
     trainer: Annotated[
         str, typer.Option(help='Megatron layout, e.g. "pp2 ep2", "tp=2,etp=1,pp=2(25,23),ep=8", or "pp2(Ett|t|tt|tL)".')
     ],
-    engine: Annotated[str, typer.Option(help='vLLM layout, e.g. "pp2" or "tp8 dp2 ep16"; ep is tp*dp or off.')],
+    engine: Annotated[
+        str,
+        typer.Option(help='vLLM layout, e.g. "pp2" or "tp8 dp2 ep16", "tp4 ep4 round_robin"; ep is tp*dp or off.'),
+    ],
+    expert_map: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file: the expert in each slot of the engine (EPLB), a list for every layer or for all."
+        ),
+    ] = None,
     hardware: Annotated[
         str | None, typer.Option(help=f"Also expected seconds, on one of: {', '.join(sorted(PROFILES))}.")
     ] = None,
@@ -58,7 +68,7 @@ def plan_command(
     try:
         meshes = parse_trainer_mesh(trainer), parse_engine_mesh(engine)
         budget = StagingBudget(staging_device_bytes, staging_host_bytes)
-        report = _report(model, *meshes, hardware, piece_bytes, experts_per_unit, budget, staging_sets)
+        report = _report(model, *meshes, expert_map, hardware, piece_bytes, experts_per_unit, budget, staging_sets)
         if html is not None:
             html.write_text(html_page(report), encoding="utf-8")
     except (ValueError, OSError) as error:
@@ -74,6 +84,7 @@ def _report(
     model: str,
     trainer: Mesh,
     engine: Mesh,
+    expert_map: Path | None,
     hardware: str | None,
     piece_bytes: int,
     experts_per_unit: int,
@@ -82,9 +93,10 @@ def _report(
 ) -> Report:
     machine = None if hardware is None else profile(hardware)
     shape = _shape(model)
-    check_plan(shape, trainer, engine, piece_bytes, experts_per_unit)
     family = family_of(shape)
-    targets = engine_layouts(family, shape, engine)
+    slots, experts = place_experts(expert_map, family, shape, engine)
+    check_plan(shape, trainer, engine, experts.num_slots, piece_bytes, experts_per_unit)
+    targets = engine_layouts(family, shape, engine, slots)
     plan = build_plan(
         trainer_layouts(family, shape, trainer),
         targets,
@@ -106,6 +118,7 @@ def _report(
         num_tensors=len(both.tensors),
         trainer=trainer,
         engine=engine,
+        experts=experts,
         plan=plan,
         cost=cost,
         staging=staging,

@@ -33,7 +33,7 @@ def html_page(report: Report) -> str:
         title=escape(title),
         heading=escape(report.model),
         trainer=escape(f"{report.trainer}, {report.plan.num_trainer_ranks} ranks"),
-        engine=escape(f"{report.engine}, {report.plan.num_engine_ranks} ranks"),
+        engine=escape(f"{report.engine}, {report.plan.num_engine_ranks} ranks{report.experts}"),
         facts=facts,
         drawing=_drawing(bands, sources, targets),
         matrix=_matrix(bands, sources, targets),

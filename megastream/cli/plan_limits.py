@@ -13,8 +13,12 @@ MAX_PIECES = 1_000_000
 """Messages of one version."""
 
 
-def check_plan(shape: ModelShape, trainer: Mesh, engine: Mesh, piece_bytes: int, experts_per_unit: int) -> None:
-    """ValueError names the numbers that do not fit, or what would be too much and what to change."""
+def check_plan(
+    shape: ModelShape, trainer: Mesh, engine: Mesh, num_slots: int, piece_bytes: int, experts_per_unit: int
+) -> None:
+    """`num_slots`: experts of a layer on all engine ranks that share them, each as often as it is there. ValueError
+    names the numbers that do not fit, or what would be too much and what to change.
+    """
     if piece_bytes > MAX_PIECE_BYTES:
         raise ValueError(f"--piece-bytes is {piece_bytes}; one message has at most {MAX_PIECE_BYTES}")
     if experts_per_unit > MAX_EXPERTS_PER_UNIT:
@@ -31,15 +35,15 @@ def check_plan(shape: ModelShape, trainer: Mesh, engine: Mesh, piece_bytes: int,
             f"trainer layout {trainer}: tp={trainer.tp} is neither a multiple nor a divisor of {shape.num_kv_heads} "
             "key/value heads"
         )
-    _check_size(shape, trainer, engine, piece_bytes)
+    _check_size(shape, trainer, engine, num_slots, piece_bytes)
 
 
-def _check_size(shape: ModelShape, trainer: Mesh, engine: Mesh, piece_bytes: int) -> None:
+def _check_size(shape: ModelShape, trainer: Mesh, engine: Mesh, num_slots: int, piece_bytes: int) -> None:
     # About 8 tensors of a layer besides its experts; a rank holds the experts of its stage and expert group.
     per_layer = shape.num_layers * 8
     tensors = sum(
-        mesh.world_size * (per_layer + 2 * shape.num_layers * shape.num_experts // mesh.ep) // mesh.pp
-        for mesh in (trainer, engine)
+        mesh.world_size * (per_layer + 2 * shape.num_layers * experts // mesh.ep) // mesh.pp
+        for mesh, experts in ((trainer, shape.num_experts), (engine, num_slots))
     )
     if tensors > MAX_RANK_TENSORS:
         raise ValueError(
@@ -49,7 +53,7 @@ def _check_size(shape: ModelShape, trainer: Mesh, engine: Mesh, piece_bytes: int
     elements = (
         shape.num_layers
         * shape.hidden
-        * (3 * shape.num_experts * shape.expert_ffn + 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim)
+        * (3 * num_slots * shape.expert_ffn + 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim)
         + 2 * shape.vocab * shape.hidden
     )
     if (pieces := 2 * elements // piece_bytes) > MAX_PIECES:

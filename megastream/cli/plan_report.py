@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megastream.cli.plan_experts import Placed
 from megastream.cli.plan_staging import Staging
 from megastream.families.contract import Typed
 from megastream.families.refused import Refused
@@ -34,6 +35,7 @@ class Report:
     num_tensors: int
     trainer: Mesh
     engine: Mesh
+    experts: Placed
     plan: Plan
     cost: PlanCost
     staging: Staging
@@ -82,6 +84,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "engine": {
             "layout": str(report.engine),
             "ranks": plan.num_engine_ranks,
+            "experts": report.experts.as_dict(),
             "bytes": cost.by_target,
             "staging_bytes": dict(enumerate(report.staging.set_bytes)),
             "tensors": plan.tensors,
@@ -138,7 +141,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(
         f"[bold]{report.model}[/], {report.num_parameters:,} parameters in {report.num_tensors:,} tensors\n"
         f"trainer [bold]{report.trainer}[/], {plan.num_trainer_ranks} ranks\n"
-        f"engine  [bold]{report.engine}[/], {plan.num_engine_ranks} ranks",
+        f"engine  [bold]{report.engine}[/], {plan.num_engine_ranks} ranks{report.experts}",
         highlight=False,
     )
     console.print(_summary(report))

@@ -5,7 +5,8 @@ which is not always the one that our tables know. Its attention has four scales 
 quantized: it asks for them, and they are no weights.
 
 vLLM processes parameters after it has loaded them, so what we write is what it holds before that. A model whose kernels
-pack their weights (experts on a CPU) saves something else; such files are refused by their shapes.
+pack their weights (experts on a CPU) saves something else; such files are refused by their shapes. Which experts a rank
+has no file says: they are placed linearly here, and nothing else is written or read.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from megastream.convert.model import Model
 from megastream.convert.safetensors_file import Stored, grouped, layout_file, read_header
 from megastream.convert.types import ConvertError, Extent, Holding, NewFile, Target
 from megastream.layout.engine import EngineParam, engine_rank_layout
+from megastream.layout.expert_slots import local_experts
 from megastream.layout.mesh import Mesh, engine_coords, engine_stage_layers, parse_engine_mesh
 from megastream.layout.shard import RankLayout, TensorSpec
-from megastream.layout.synthetic import engine_params, local_experts
+from megastream.layout.synthetic import engine_params
 
 FILE = re.compile(r"model-(?:rank-(?P<rank>\d+)|pp-(?P<pp>\d+)-tp-(?P<tp>\d+))-part-\d+\.safetensors")
 """vLLM's names: without and with pipeline stages."""
@@ -49,7 +51,7 @@ def read_sharded_state(folder: Path, model: Model, layout: str | None) -> Holdin
         held = files[coords["pp"], coords["tp"]]
         experts = local_experts(model.shape.num_experts, mesh.ep, coords["ep"])
         params = [
-            EngineParam(name, stored.shape, stored.dtype, experts if _stacks(folder / file, name, model) else None)
+            EngineParam(name, stored.shape, stored.dtype, _slots(folder / file, name, stored, experts, model))
             for name, (file, stored) in held.items()
         ]
         layouts.append(_layout(folder, rank, mesh, coords, params, model))
@@ -144,6 +146,19 @@ def _mesh(folder: Path, files: _Files, model: Model, layout: str | None) -> Mesh
     return found
 
 
+def _slots(path: Path, name: str, stored: Stored, experts: tuple[int, ...], model: Model) -> tuple[int, ...] | None:
+    """The expert in each slot of a parameter that stacks them."""
+    if not _stacks(path, name, model):
+        return None
+    if stored.shape[0] != len(experts):
+        raise ConvertError(
+            f"{path}: {name} has {stored.shape[0]} slots, and its rank has {len(experts)} of {model.shape.num_experts} "
+            "experts when they are placed linearly; no file says which expert lies where, so those of an engine that "
+            "has some of them twice, or elsewhere (EPLB), are not converted; save one that places them linearly"
+        )
+    return experts
+
+
 def _stacks(path: Path, name: str, model: Model) -> bool:
     try:
         return model.family.engine_stacks_experts(name)
@@ -186,6 +201,12 @@ def _layout(
 
 def _parse(text: str) -> Mesh:
     try:
-        return parse_engine_mesh(text)
+        mesh = parse_engine_mesh(text)
     except ValueError as error:
         raise ConvertError(str(error)) from error
+    if mesh.placement != "linear":
+        raise ConvertError(
+            f"layout {mesh}: no file of sharded_state says which expert lies where, so they are placed linearly; leave "
+            f"{mesh.placement} out, or take --to hf, from which engines of any placement start"
+        )
+    return mesh

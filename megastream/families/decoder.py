@@ -76,3 +76,8 @@ def behind_dense(shape: ModelShape, layer: int) -> bool:
 def shared_ffn(shape: ModelShape) -> int:
     """Width of all shared experts of a layer together; 0: there are none."""
     return number(shape.raw, "n_shared_experts", 0) * shape.expert_ffn
+
+
+def expert_groups(shape: ModelShape, default: int) -> int:
+    """Groups of experts; `default`: of transformers' configuration of the family."""
+    return number(shape.raw, "n_group", default)

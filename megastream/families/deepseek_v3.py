@@ -11,9 +11,17 @@ load was not compared.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from megastream.families.config import number
-from megastream.families.decoder import behind_dense, decoder_shape, decoder_sizes, refuse_unless, shared_ffn
+from megastream.families.decoder import (
+    behind_dense,
+    decoder_shape,
+    decoder_sizes,
+    expert_groups,
+    refuse_unless,
+    shared_ffn,
+)
 from megastream.families.family import Family
 from megastream.families.rows import (
     CORRECTION_BIAS,
@@ -121,6 +129,8 @@ FAMILY = Family(
     read=read,
     sizes=sizes,
     is_moe=behind_dense,
+    num_groups=partial(expert_groups, default=8),
+    has_eplb=True,
     attention="self_attn.mla_attn.mla_attn",
     aliases=(
         GATE_IN_EXPERTS,

@@ -32,7 +32,8 @@ class Family:
     plans count. `drafts`: beginnings of the names that layers for speculative decoding have in files, where no number
     of a layer tells them; they are left out. `aliases`: beginnings of vLLM's names inside a layer, and of the other
     names under which the same modules hang there; the state that vLLM saves and loads by itself (`sharded_state`) has
-    the name that sorts first.
+    the name that sorts first. `num_groups(shape)`: groups of experts, if vLLM's model tells its placement of them.
+    `has_eplb`: vLLM's model can have experts more than once, and elsewhere (EPLB).
     """
 
     name: str
@@ -45,6 +46,8 @@ class Family:
     trainer_differs: str = ""
     drafts: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    num_groups: Callable[[ModelShape], int] | None = None
+    has_eplb: bool = False
 
     def tensors(self, shape: ModelShape) -> tuple[TensorSpec, ...]:
         """Every Hugging Face tensor of the model, each once, in the order of the table and of the layers.

@@ -7,8 +7,10 @@ refused.
 
 from __future__ import annotations
 
+from functools import partial
+
 from megastream.families.config import flag, number
-from megastream.families.decoder import behind_dense, decoder_shape, decoder_sizes, shared_ffn
+from megastream.families.decoder import behind_dense, decoder_shape, decoder_sizes, expert_groups, shared_ffn
 from megastream.families.family import Family
 from megastream.families.rows import (
     ATTENTION,
@@ -70,6 +72,8 @@ FAMILY = Family(
     read=read,
     sizes=sizes,
     is_moe=behind_dense,
+    num_groups=partial(expert_groups, default=1),
+    has_eplb=True,
     aliases=(
         ("mlp.gate.e_score_correction_bias", "mlp.experts.routed_experts.e_score_correction_bias"),
         ("mlp.shared_experts.", SHARED_IN_EXPERTS),

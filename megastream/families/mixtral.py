@@ -26,4 +26,4 @@ def read(config: dict[str, object]) -> ModelShape:
     )
 
 
-FAMILY = Family(name="mixtral", rows=ROWS, read=read, sizes=decoder_sizes, is_moe=only_experts)
+FAMILY = Family(name="mixtral", rows=ROWS, read=read, sizes=decoder_sizes, is_moe=only_experts, has_eplb=True)

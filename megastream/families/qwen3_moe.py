@@ -50,4 +50,5 @@ FAMILY = Family(
     sizes=decoder_sizes,
     is_moe=is_moe,
     aliases=(GATE_IN_EXPERTS,),
+    has_eplb=True,
 )

@@ -178,4 +178,5 @@ FAMILY = Family(
     trainer_differs=DIFFERS,
     drafts=("mtp.",),
     aliases=(GATE_IN_EXPERTS, *SHARED_ALIASES),
+    has_eplb=True,
 )

@@ -1,4 +1,5 @@
-"""Meshes and layout strings: `tp2 etp1 pp4 ep8 dp4`, `tp=2,etp=1`, uneven stages `pp4(23,24,24,23)`.
+"""Meshes and layout strings: `tp2 etp1 pp4 ep8 dp4`, `tp=2,etp=1`, uneven stages `pp4(23,24,24,23)`; of an engine also
+`tp4 ep4 round_robin`.
 
 With `vpp` the trainer's stages are given one by one in the order in which a token passes them, `pp2(2,1,2,2) vpp2`, or
 for each rank, `pp2(4,2) vpp2`; or both in Megatron's letters, `pp2(Ett|t|tt|ttL)`.
@@ -7,16 +8,18 @@ for each rank, `pp2(4,2) vpp2`; or both in Megatron's letters, `pp2(Ett|t|tt|ttL
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import gcd
 
+from megastream.layout.expert_slots import Placement
 from megastream.layout.placing import Cut
 from megastream.layout.stages import checked, pipeline_layout, spread, uneven_stages
 
 AXES = ("tp", "cp", "etp", "ep", "dp", "pp", "vpp")
-_TOKEN = re.compile(r"([a-z]+)=?([0-9]{1,6})(?:\(((?:[^()]|\([^()]*\))*)\))?(?=[\s,]|$)")
+_AXIS = re.compile(r"([a-z]+)=?([0-9]{1,6})(?:\(((?:[^()]|\([^()]*\))*)\))?(?=[\s,]|$)")
+_WORD = re.compile(r"[a-z_]+(?=[\s,]|$)")
 _SEPARATOR = re.compile(r"[\s,]+")
 _NUMBERS = re.compile(r"[0-9,\s]*")
 
@@ -24,7 +27,8 @@ _NUMBERS = re.compile(r"[0-9,\s]*")
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Sizes of the axes of one side. `stages`: decoder layers of every pipeline stage when they are uneven; with `vpp`,
-    of every virtual one in the order in which a token passes them.
+    of every virtual one in the order in which a token passes them. `placement`: which experts lie on which engine rank,
+    with expert parallelism.
     """
 
     tp: int = 1
@@ -35,6 +39,7 @@ class Mesh:
     pp: int = 1
     vpp: int = 1
     stages: tuple[int, ...] | None = None
+    placement: Placement = "linear"
 
     @property
     def world_size(self) -> int:
@@ -45,7 +50,8 @@ class Mesh:
         usual = {"tp": 0, "etp": self.tp}  # tp is always said
         sizes = {axis: size for axis in AXES if (size := getattr(self, axis)) != usual.get(axis, 1)}
         stages = f"({','.join(map(str, self.stages))})" if self.stages else ""
-        return " ".join(f"{axis}{size}{stages if axis == 'pp' else ''}" for axis, size in sizes.items())
+        words = [f"{axis}{size}{stages if axis == 'pp' else ''}" for axis, size in sizes.items()]
+        return " ".join(words if self.placement == "linear" else [*words, self.placement])
 
 
 def coords_cut(coords: Mapping[str, int], axis: str) -> Cut:
@@ -76,11 +82,12 @@ def parse_trainer_mesh(text: str) -> Mesh:
 
 
 def parse_engine_mesh(text: str) -> Mesh:
-    """vLLM's mesh: tp, pp, dp, and ep, which is off (1) or tp*dp. Without it vLLM cuts experts tp*dp times.
+    """vLLM's mesh: tp, pp, dp, and ep, which is off (1) or tp*dp. Without it vLLM cuts experts tp*dp times; with it the
+    word round_robin is its `expert_placement_strategy`.
 
     ValueError restates the text, names what vLLM does not have, and the ep that it would have.
     """
-    sizes, inside = _parse(text)
+    sizes, inside = _parse(text, ("round_robin",))
     for axis in ("cp", "vpp"):
         if sizes.get(axis, 1) != 1:
             raise ValueError(f"engine layout {text!r}: {axis}={sizes[axis]}; an engine has tp, ep, pp and dp only")
@@ -95,7 +102,14 @@ def parse_engine_mesh(text: str) -> Mesh:
         raise ValueError(
             f"engine layout {text!r}: etp={sizes['etp']}; with tp={tp}, dp={dp}, ep={ep} vLLM has etp={etp}"
         )
-    return Mesh(tp, 1, etp, ep, dp, sizes.get("pp", 1), stages=_engine_stages(text, sizes, inside))
+    placement: Placement = "round_robin" if "round_robin" in sizes else "linear"
+    if placement != "linear" and ep == 1:
+        remedy = f"write ep{tp * dp} too" if tp * dp > 1 else "leave it out"
+        raise ValueError(
+            f"engine layout {text!r}: {placement} deals experts out to the ranks of expert parallelism, of which there "
+            f"are ep={ep}; {remedy}"
+        )
+    return Mesh(tp, 1, etp, ep, dp, sizes.get("pp", 1), 1, _engine_stages(text, sizes, inside), placement)
 
 
 def trainer_coords(mesh: Mesh, rank: int) -> dict[str, int]:
@@ -180,8 +194,8 @@ def _explicit(stages: tuple[int, ...], num_layers: int, stage: int, side: str) -
     return tuple(range(start, start + stages[stage]))
 
 
-def _parse(text: str) -> tuple[dict[str, int], str | None]:
-    """Sizes by axis, and what stands in parentheses behind pp."""
+def _parse(text: str, words: Sequence[str] = ()) -> tuple[dict[str, int], str | None]:
+    """Sizes by axis, and 1 for each of these `words` that is there; and what stands in parentheses behind pp."""
     sizes: dict[str, int] = {}
     inside: str | None = None
     at = 0
@@ -189,22 +203,29 @@ def _parse(text: str) -> tuple[dict[str, int], str | None]:
         if gap := _SEPARATOR.match(text, at):
             at = gap.end()
             continue
-        match = _TOKEN.match(text, at)
-        if match is None or match[1] not in AXES:
-            raise ValueError(
-                f"layout {text!r}: cannot read {_SEPARATOR.split(text[at:])[0]!r}; expected an axis of "
-                f"{', '.join(AXES)} and a size"
-            )
-        axis, size = match[1], int(match[2])
-        if axis in sizes or size < 1:
-            raise ValueError(f"layout {text!r}: axis {axis} " + ("is given twice" if axis in sizes else "has size 0"))
-        sizes[axis] = size
-        if match[3] is not None:
-            if axis != "pp":
-                raise ValueError(f"layout {text!r}: {axis}={size} lists ({match[3]}); only pp has stages")
-            inside = match[3]
-        at = match.end()
+        key, size, listed, at = _token(text, at, words)
+        what = key if key in words else f"axis {key}"
+        if key in sizes or size < 1:
+            raise ValueError(f"layout {text!r}: {what} " + ("is given twice" if key in sizes else "has size 0"))
+        sizes[key] = size
+        if listed is not None:
+            if key != "pp":
+                raise ValueError(f"layout {text!r}: {key}={size} lists ({listed}); only pp has stages")
+            inside = listed
     return sizes, inside
+
+
+def _token(text: str, at: int, words: Sequence[str]) -> tuple[str, int, str | None, int]:
+    """(axis, size, what it lists, where it ends) of the axis at `at`, or of the word, which has size 1."""
+    word, axis = _WORD.match(text, at), _AXIS.match(text, at)
+    if word is not None and word[0] in words:
+        return word[0], 1, None, word.end()
+    if axis is None or axis[1] not in AXES:
+        raise ValueError(
+            f"layout {text!r}: cannot read {_SEPARATOR.split(text[at:])[0]!r}; expected an axis of {', '.join(AXES)} "
+            f"and a size{''.join(f', or {each}' for each in words)}"
+        )
+    return axis[1], int(axis[2]), axis[3], axis.end()
 
 
 def _trainer_stages(text: str, sizes: Mapping[str, int], inside: str | None) -> tuple[int, tuple[int, ...] | None]:

@@ -10,6 +10,7 @@ from math import prod
 from typing import Protocol, TypeVar
 
 from megastream.layout.engine import EngineParam, EngineParams, engine_cuts, place_engine_param
+from megastream.layout.expert_slots import ExpertMap, local_experts
 from megastream.layout.mesh import (
     Mesh,
     coords_cut,
@@ -91,21 +92,35 @@ def trainer_layouts(
     return tuple(layouts)
 
 
-def engine_layouts(family: Names[ShapeT], shape: ShapeT, mesh: Mesh) -> tuple[RankLayout, ...]:
-    """One layout per vLLM rank. ValueError names the axis and both numbers of whatever does not divide."""
+def engine_layouts(
+    family: Names[ShapeT], shape: ShapeT, mesh: Mesh, expert_map: ExpertMap | None = None
+) -> tuple[RankLayout, ...]:
+    """One layout per vLLM rank. ValueError names the axis and both numbers of whatever does not divide.
+
+    `expert_map` stands in the place of the mesh's placement.
+    """
     patterns = Patterns(family, shape)
-    stages = [tuple(family.engine_names(shape, engine_stage_layers(mesh, shape.num_layers, s))) for s in range(mesh.pp)]
+    stages = [layers_of_names(family, shape, engine_stage_layers(mesh, shape.num_layers, s)) for s in range(mesh.pp)]
     layouts = []
-    alike: dict[tuple[int, int], EngineParams[ShapeT]] = {}  # as many experts: equal shapes
+    alike: dict[tuple[int, int], EngineParams[ShapeT]] = {}
     for rank in range(mesh.world_size):
         coords = engine_coords(mesh, rank)
-        slots = local_experts(shape.num_experts, mesh.ep, coords["ep"])
-        if (at := (coords["pp"], len(slots))) not in alike:
+        dealt = None if expert_map else local_experts(shape.num_experts, mesh.ep, coords["ep"], mesh.placement)
+        # As many experts: equal shapes. With a map ranks differ in every layer, so each is described by itself.
+        at = coords["pp"], coords["ep"] if dealt is None else len(dealt)
+        if at not in alike:
             names = stages[coords["pp"]]
-            params, unused = engine_params(family, shape, mesh, coords, names=names, patterns=patterns)
+            params, unused = engine_params(
+                family, shape, mesh, coords, names=names, patterns=patterns, expert_map=expert_map
+            )
             alike[at] = EngineParams(patterns, params, unused, f"engine rank {rank}")
-        layouts.append(alike[at].layout(rank=rank, world_size=mesh.world_size, coords=coords, experts=slots))
+        layouts.append(alike[at].layout(rank=rank, world_size=mesh.world_size, coords=coords, experts=dealt))
     return tuple(layouts)
+
+
+def layers_of_names(family: Names[ShapeT], shape: ShapeT, layers: Iterable[int]) -> dict[str, int]:
+    """vLLM's names inside these layers, each with its layer."""
+    return {name: layer for layer in layers for name in family.engine_names(shape, (layer,))}
 
 
 def trainer_names(family: Names[ShapeT], shape: ShapeT, mesh: Mesh, coords: Mapping[str, int]) -> list[str]:
@@ -189,18 +204,19 @@ def engine_params(
     mesh: Mesh,
     coords: Mapping[str, int],
     *,
-    names: Sequence[str] | None = None,
+    names: Mapping[str, int] | None = None,
     patterns: Patterns[ShapeT] | None = None,
+    expert_map: ExpertMap | None = None,
 ) -> tuple[list[EngineParam], list[str]]:
     """All live parameters of the vLLM rank at `coords`, and the names of those that no step of it reads.
 
-    `names` inside layers, and `patterns`, are shared by whoever asks for many ranks.
+    `names` inside layers (`layers_of_names`), and `patterns`, are shared by whoever asks for many ranks.
     """
     patterns = patterns or Patterns(family, shape)
-    if 0 < shape.num_experts < mesh.ep:
+    if expert_map is None and 0 < shape.num_experts < mesh.ep:
         raise ValueError(f"engine layout {mesh}: {shape.num_experts} experts for ep={mesh.ep} ranks; each needs one")
     if names is None:
-        names = tuple(family.engine_names(shape, engine_stage_layers(mesh, shape.num_layers, coords["pp"])))
+        names = layers_of_names(family, shape, engine_stage_layers(mesh, shape.num_layers, coords["pp"]))
     outer = family.outer_names("engine", shape)
     first, last = coords["pp"] == 0, coords["pp"] == mesh.pp - 1
     # A tied head is the embedding itself on a lone stage.
@@ -209,22 +225,17 @@ def engine_params(
     idle = {kind for kind in outer if not (first if kind == "embed" else last)}
     spares = family.engine_spares()
     outer = {kind: name for kind, name in outer.items() if kind not in idle or kind in spares}
-    experts = local_experts(shape.num_experts, mesh.ep, coords["ep"])
+    dealt = local_experts(shape.num_experts, mesh.ep, coords["ep"], mesh.placement)
     padded = _round_up(_round_up(shape.vocab, VLLM_VOCAB_MULTIPLE), mesh.tp)
     cuts, params = engine_cuts(coords), []
     for name in (*outer.values(), *names):
-        slots = experts if patterns.stacks_experts(name) else None
+        slots = None
+        if patterns.stacks_experts(name):
+            slots = dealt if expert_map is None else expert_map.held(names[name], mesh.ep, coords["ep"])
         pattern, _ = place_engine_param(patterns, name, cuts, slots, padded)
         dtype = patterns.engine_entry(name, None if slots is None else slots[0]).dtype
         params.append(EngineParam(name, pattern.shape, dtype, slots))
     return params, [name for kind, name in outer.items() if kind in idle]
-
-
-def local_experts(num_experts: int, ep: int, rank: int) -> tuple[int, ...]:
-    """vLLM's linear placement: consecutive experts, remainder experts to the lowest ranks."""
-    base, extra = divmod(num_experts, ep)
-    start = rank * base + min(rank, extra)
-    return tuple(range(start, start + base + (rank < extra)))
 
 
 def _round_up(value: int, multiple: int) -> int:

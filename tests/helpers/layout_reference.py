@@ -6,6 +6,8 @@ Numbers are unique integers, so that a conversion is a pure re-arrangement and a
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,6 +20,8 @@ from tests.helpers.reference_families import REFERENCES, TINY, Reference, config
 
 __all__ = [
     "Model",
+    "Placement",
+    "any_placement",
     "awkward",
     "config",
     "megatron_rank",
@@ -27,6 +31,10 @@ __all__ = [
     "vllm_experts",
     "vllm_rank",
 ]
+
+
+Placement = str | Sequence[Sequence[int]]
+"""linear, round_robin, or the expert in every slot of all engine ranks, for each layer of the model."""
 
 
 def qwen2_config(**changes: Any) -> dict[str, Any]:
@@ -120,7 +128,9 @@ def megatron_rank(model: Model, at: dict[str, int], layers: list[int], te: bool,
     return params
 
 
-def vllm_rank(model: Model, at: dict[str, int], ep: bool, stages: list[list[int]]) -> tuple[Arrays, list[str]]:
+def vllm_rank(
+    model: Model, at: dict[str, int], ep: bool, stages: list[list[int]], placement: Placement = "linear"
+) -> tuple[Arrays, list[str]]:
     """(parameters of one vLLM rank in loader layout, names of those that no forward reads).
 
     Experts are placed, or cut, over tensor and data parallel ranks together (`FusedMoEParallelConfig`), tensor fastest.
@@ -138,9 +148,9 @@ def vllm_rank(model: Model, at: dict[str, int], ep: bool, stages: list[list[int]
         params[norm] = hf["model.norm.weight"]
     if (last or "head" in reference.spares) and not (c["tie_word_embeddings"] and first and last):
         params[head] = part(pad_rows(model.head, multiple), tp, tp_size)
-    experts = vllm_experts(model.num_experts, index, count) if ep else list(range(model.num_experts))
-    rank = EngineRank(tp, tp_size, experts, (0, 1) if ep else (index, count))
     for layer in stages[stage]:
+        experts = vllm_experts(model, layer, index, count, placement) if ep else list(range(model.num_experts))
+        rank = EngineRank(tp, tp_size, experts, (0, 1) if ep else (index, count))
         for block in reference.blocks(c, layer):
             held = block.vllm(model.layer(layer), c, rank)
             params |= {f"model.layers.{layer}.{name}": array for name, array in held.items()}
@@ -148,13 +158,31 @@ def vllm_rank(model: Model, at: dict[str, int], ep: bool, stages: list[list[int]
     return params, [name for name in unread if name in params]
 
 
-def vllm_experts(num_experts: int, rank: int, size: int) -> list[int]:
-    """Linear placement, remainder experts to the lowest ranks, counted one by one."""
+def vllm_experts(model: Model, layer: int, rank: int, size: int, placement: Placement) -> list[int]:
+    """The expert in each slot of a rank, counted one by one. Linear: remainder experts to the lowest ranks."""
+    if not isinstance(placement, str):
+        slots = placement[layer]
+        return [expert for slot, expert in enumerate(slots) if slot // (len(slots) // size) == rank]
+    if placement == "round_robin":
+        return [expert for expert in range(model.num_experts) if expert % size == rank]
     counts = [0] * size
-    for expert in range(num_experts):
+    for expert in range(model.num_experts):
         counts[expert % size] += 1
     start = sum(counts[:rank])
     return list(range(start, start + counts[rank]))
+
+
+def any_placement(draw: random.Random, model: Model, ep: int) -> Placement:
+    """In turns, or in slots in any order, with none to three more of them than there must be on each rank; at times the
+    same in all layers."""
+    if draw.random() < 0.3:
+        return "round_robin"
+    num, num_layers = model.num_experts, model.raw["num_hidden_layers"]
+    num_slots = ep * (-(-num // ep) + draw.randint(0, 3))
+    rows = [[*range(num), *draw.choices(range(num), k=num_slots - num)] for _ in range(num_layers)]
+    for row in rows:
+        draw.shuffle(row)
+    return rows[:1] * num_layers if draw.random() < 0.3 else rows
 
 
 def split_layers(num_layers: int, sizes: tuple[int, ...]) -> list[list[int]]:

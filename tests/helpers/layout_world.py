@@ -16,7 +16,15 @@ from megastream.layout.pack import row_major_strides
 from megastream.layout.shard import BufferSpec, RankLayout, Shard
 from megastream.layout.trainer import TrainerParam, trainer_rank_layout
 from megastream.plan import Plan, build_plan
-from tests.helpers.layout_reference import Arrays, Model, megatron_rank, split_layers, vllm_experts, vllm_rank
+from tests.helpers.layout_reference import (
+    Arrays,
+    Model,
+    Placement,
+    megatron_rank,
+    split_layers,
+    vllm_experts,
+    vllm_rank,
+)
 
 
 @dataclass
@@ -54,6 +62,7 @@ def make_world(
     pad: int = 8,
     swap: bool = False,
     alone: bool = False,
+    placement: Placement = "linear",
 ) -> World:
     """Fills NaN-poisoned trainer buffers (only what each rank owns) and describes both sides.
 
@@ -68,7 +77,7 @@ def make_world(
         _add_trainer(world, mesh, rank, params, 1 if alone else bucket, ownership, 0 if alone else 3)
     mesh, layers = parse_engine_mesh(engine), split_layers(model.raw["num_hidden_layers"], engine_stages)
     for rank in range(mesh.world_size):
-        _add_engine(world, mesh, rank, layers)
+        _add_engine(world, mesh, rank, layers, placement)
     return world
 
 
@@ -145,16 +154,19 @@ def _add_trainer(world: World, mesh: Mesh, rank: int, arrays: Arrays, bucket: in
     )
 
 
-def _add_engine(world: World, mesh: Mesh, rank: int, layers: list[list[int]]) -> None:
+def _add_engine(world: World, mesh: Mesh, rank: int, layers: list[list[int]], placement: Placement) -> None:
     at = engine_coords(mesh, rank)
-    arrays, unused = vllm_rank(world.model, at, mesh.ep > 1, layers)
-    rank_of_experts = at["dp"] * mesh.tp + at["tp"], mesh.dp * mesh.tp
-    experts = vllm_experts(world.model.num_experts, *rank_of_experts) if mesh.ep > 1 else None
-    slots = tuple(experts or range(world.model.num_experts))
-    params = [
-        EngineParam(name, array.shape, "float32", slots if "routed_experts" in name else None)
-        for name, array in arrays.items()
-    ]
+    arrays, unused = vllm_rank(world.model, at, mesh.ep > 1, layers, placement)
+
+    def slots(name: str) -> tuple[int, ...] | None:
+        if "routed_experts" not in name:
+            return None
+        if mesh.ep == 1:
+            return tuple(range(world.model.num_experts))
+        layer, rank_of_experts = int(name.split(".")[2]), (at["dp"] * mesh.tp + at["tp"], mesh.dp * mesh.tp)
+        return tuple(vllm_experts(world.model, layer, *rank_of_experts, placement))
+
+    params = [EngineParam(name, array.shape, "float32", slots(name)) for name, array in arrays.items()]
     world.expected.update({(rank, name): array for name, array in arrays.items() if name not in unused})
     world.engine.append(
         engine_rank_layout(

@@ -123,6 +123,23 @@ def half_of(form: str, name: str, layout: str | None = None) -> Callable[[Path],
     return make
 
 
+def state(tmp: Path) -> Path:
+    return converted(whole(tmp).rename(tmp / "hf"), tmp / "source", "sharded_state", to_layout="tp2 ep2")
+
+
+def redundant(tmp: Path) -> Path:
+    """As an engine saves it that has two experts twice."""
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        stacks = {name: tensor for name, tensor in tensors.items() if "routed_experts" in name}
+        tensors.update({name: torch.cat([stack, stack[:1]]) for name, stack in stacks.items()})
+
+    source = state(tmp)
+    for rank in (0, 1):
+        edited(source, add, f"model-rank-{rank}-part-0.safetensors")
+    return source
+
+
 def unequal_replicas(tmp: Path) -> Path:
     return ranks(tmp, lambda model: model[Q_NORM][5].fill_(77.0))
 
@@ -205,6 +222,25 @@ CASES = {
         whole,
         ("tp2 etp4 dp2", "dp=2 ranks would share each", "leave dp out"),
         ("--to", "sharded_state", "--to-layout", "tp2 dp2"),
+    ),
+    "experts in turns": Case(
+        whole,
+        (
+            "ep2 round_robin",
+            "no file of sharded_state says which expert lies where",
+            "leave round_robin out",
+            "--to hf",
+        ),
+        ("--to", "sharded_state", "--to-layout", "tp2 ep2 round_robin"),
+    ),
+    "files of experts in turns": Case(
+        state,
+        ("ep2 round_robin", "no file of sharded_state says which expert lies where"),
+        ("--from-layout", "tp2 ep2 round_robin"),
+    ),
+    "redundant experts": Case(
+        redundant,
+        ("model-rank-0-part-0.safetensors", "_weight has 3 slots", "has 2 of 4 experts", "placed linearly"),
     ),
     "more trainer ranks than experts": Case(
         whole, ("ep8", "4 experts do not divide by ep=8"), ("--to", "mp_rank", "--to-layout", "ep8")

@@ -19,8 +19,8 @@ from megastream.convert.model import Model as FileModel
 from megastream.convert.run import plan_between
 from megastream.families import FAMILIES
 from megastream.layout.mesh import Mesh, parse_engine_mesh, parse_trainer_mesh
-from tests.helpers.layout_reference import Model, awkward, tiny
-from tests.helpers.layout_world import differing, from_hf, make_world, turned
+from tests.helpers.layout_reference import Model, Placement, any_placement, awkward, tiny
+from tests.helpers.layout_world import World, differing, from_hf, make_world, turned
 
 NUM_PAIRS = 500
 Pair = tuple[str, tuple[int, ...], str, tuple[int, ...]]
@@ -88,7 +88,8 @@ def check(
     piece_bytes: int = 1 << 12,
     experts_per_unit: int = 2,
     pad: int = 4,
-) -> None:
+    placement: Placement = "linear",
+) -> World:
     """Every element of every engine rank arrives once, into targets that were NaN, and no byte more travels."""
     trainer, stages, engine, engine_stages = pair
     world = make_world(
@@ -101,11 +102,13 @@ def check(
         te=te,
         bucket=bucket,
         pad=pad,
+        placement=placement,
     )
     plan = world.plan(piece_bytes, experts_per_unit)
-    assert differing(world, plan) == [], pair
+    assert differing(world, plan) == [], (pair, placement)
     needed = sum(int((array == array).sum()) for array in world.expected.values())
-    assert plan.payload_bytes == 4 * needed and sum(plan.elements.values()) == needed, pair
+    assert plan.payload_bytes == 4 * needed and sum(plan.elements.values()) == needed, (pair, placement)
+    return world
 
 
 def check_back(model: Model, pair: Pair, te: bool, *, pad: int = 4) -> None:
@@ -166,13 +169,16 @@ def test_the_pairs_are_distinct_and_have_every_feature(family: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_five_hundred_pairs_of_layouts(family: str) -> None:
-    """Every fifth with 12 experts and a vocabulary of 101."""
+    """Every fifth with 12 experts and a vocabulary of 101; of engines with expert parallelism half in any placement."""
     draw, done = random.Random(f"{family} options"), set()
     for number, pair in enumerate(drawn(family)):
         model = tiny(family, draw.random() < 0.5, number % 5 == 0)
         ownership, te = draw.choice(["replica", "slice"]), draw.random() < 0.5
         bucket, experts_per_unit = draw.choice([500, 1 << 30]), draw.randint(1, 5)
-        check(model, pair, ownership, te, bucket=bucket, experts_per_unit=experts_per_unit)
+        ep, anywhere = parse_engine_mesh(pair[2]).ep, model.num_experts and draw.random() < 0.5
+        placement = any_placement(draw, model, ep) if anywhere and ep > 1 else "linear"
+        options = dict(bucket=bucket, experts_per_unit=experts_per_unit, placement=placement)
+        check(model, pair, ownership, te, **options)
         done.add(pair)
     assert len(done) >= 500
 

@@ -46,6 +46,7 @@ def test_trainer_strings(text: str, mesh: Mesh) -> None:
         ("tp2 tp4", "axis tp is given twice"),
         ("tp0", "axis tp has size 0"),
         ("tp", "cannot read 'tp'"),
+        ("ep2 round_robin", "cannot read 'round_robin'; expected an axis of .* and a size$"),
         ("xp2", "expected an axis of tp, cp"),
         ("pp2(4,3,2)", "pp=2 lists 3 stage sizes"),
         ("pp3(4,0,3)", r"stages of \(4, 0, 3\) layers; each needs one above 0, but for the first and the last"),
@@ -81,6 +82,12 @@ def test_bad_trainer_strings(text: str, words: str) -> None:
         ("pp2 vpp2", "vpp=2"),
         ("pp2(7,0)", r"stages of \(7, 0\) layers; each needs one above 0"),
         ("pp2(4)", "pp=2 lists 1 stage sizes"),
+        ("tp2 round_robin", "round_robin deals experts out to the ranks .* of which there are ep=1; write ep2 too"),
+        ("round_robin pp2", "ep=1; leave it out"),
+        ("tp2 ep2 round_robin round_robin", "layout .*: round_robin is given twice"),
+        ("tp2 ep2 round_robin2", "cannot read 'round_robin2'; expected an axis of .* and a size, or round_robin"),
+        ("tp2 ep2 roundrobin", "cannot read 'roundrobin'"),
+        ("tp2 ep2 pp2(4, round_robin)", r"cannot read \(4, round_robin\)"),
         ("pp2(Et|tL)", r"cannot read \(Et\|tL\); give the layers of each stage in numbers"),
     ],
 )
@@ -197,7 +204,16 @@ def test_a_printed_trainer_layout_is_read_back(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["tp1", "tp4 pp2", "tp4 etp1 ep4", "tp2 pp2(3,1)", "tp8 etp1 ep64 dp8", "tp2 etp4 dp2"]
+    "text",
+    [
+        "tp1",
+        "tp4 pp2",
+        "tp4 etp1 ep4",
+        "tp2 pp2(3,1)",
+        "tp8 etp1 ep64 dp8",
+        "tp2 etp4 dp2",
+        "tp2 etp1 ep4 dp2 pp2(3,1) round_robin",
+    ],
 )
 def test_a_printed_engine_layout_is_read_back(text: str) -> None:
     mesh = parse_engine_mesh(text)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megastream.layout.mesh import parse_engine_mesh
 from tests.helpers.edits import replace
-from tests.helpers.layout_reference import Model, config
+from tests.helpers.layout_reference import Model, any_placement, config
 from tests.helpers.layout_world import make_world
 from tests.helpers.slow_plan import slow_pieces
 from tests.unit.test_plan_roundtrip import topologies
@@ -34,14 +36,16 @@ MODEL = cache(lambda **changes: Model(config(**SMALL, **changes)))
     bucket=st.sampled_from([1, 500, 1 << 30]),
     piece_bytes=st.sampled_from([4, 60, 64, 1000, 1 << 20]),
     experts_per_unit=st.integers(1, 5),
+    seed=st.none() | st.integers(0, 1 << 32),
 )
 def test_the_plan_is_that_of_planning_every_layer_by_itself(
-    topology, ownership, changes, bucket, piece_bytes, experts_per_unit
+    topology, ownership, changes, bucket, piece_bytes, experts_per_unit, seed
 ) -> None:
     """Every piece and every copy of it, in the same order, with the same choice among replicas."""
     trainer, stages, engine, engine_stages = topology
+    model, ep = MODEL(**changes), parse_engine_mesh(engine).ep
     world = make_world(
-        MODEL(**changes),
+        model,
         trainer,
         engine,
         trainer_stages=stages,
@@ -49,6 +53,7 @@ def test_the_plan_is_that_of_planning_every_layer_by_itself(
         ownership=ownership,
         bucket=bucket,
         pad=4,
+        placement="linear" if seed is None or ep == 1 else any_placement(random.Random(seed), model, ep),
     )
     plan = world.plan(piece_bytes, experts_per_unit)
     expected = slow_pieces(world.trainer, world.engine, world.model.family.place, piece_bytes, experts_per_unit)
