@@ -2,10 +2,8 @@
 an fp32 bias for the choice of experts.
 
 Rotary dims lie in pairs on all three sides, so nothing is permuted. vLLM fuses the two projections to latents where
-queries have one (`q_lora_rank`); this is its form with MLA, not the one that `VLLM_MLA_DISABLE` gives. A live vLLM is
-refused: it computes with matrices that it derives from `kv_b_proj` after loading. Layers of multi-token prediction are
-of files and trainers only: vLLM loads them into a draft model. vLLM's names are read from the source of 0.32; its own
-load was not compared.
+queries have one (`q_lora_rank`); this is its form with MLA, not the one that `VLLM_MLA_DISABLE` gives. Layers of
+multi-token prediction are of files and trainers only: vLLM loads them into a draft model.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _MODEL: Refusals = (
     ("mtp_use_repeated_layer", "one layer would be several of a checkpoint's", "switch it off"),
     (
         "multi_latent_attention",
-        "vLLM computes with what it derives from its projections",
+        "steps of its projections to latents were not compared with stock",
         "use grouped query attention",
     ),
     ("add_bias_linear", "no family table has the biases of all linears", "switch it off"),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from megastream.engine.vllm.metrics import RANK_METRICS, Figures
 from megastream.families import family_of, load_shape
 from megastream.layout.mesh import parse_trainer_mesh
-from tests.engine.conftest import LAYOUTS
+from tests.engine.conftest import LAYOUTS, NUM_GPUS
 from tests.helpers.engine import Answer, Engine
 from tests.helpers.family_models import random_transformers
 from tests.helpers.reveal_trainer import Orders, RevealTrainer, training
@@ -28,16 +28,20 @@ COMMON |= dict(max_position_embeddings=2048, vocab_size=320)
 MOE = dict(COMMON, moe_intermediate_size=64)
 YARN = dict(rope_type="yarn", rope_theta=10_000.0, factor=2.0, original_max_position_embeddings=1024, truncate=False)
 YARN |= dict(beta_fast=32.0, beta_slow=1.0)
+LATENT = dict(head_dim=64, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
+LATENT |= dict(topk_method="noaux_tc", moe_intermediate_size=128)
+"""The latent's two widths are the only ones that vLLM has CPU kernels for."""
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(MOE, num_experts=8),
     "mixtral": dict(COMMON, num_local_experts=8),
     "glm4_moe": MOE,
     "qwen2_moe": dict(MOE, hidden_size=128, num_experts=8, shared_expert_intermediate_size=96, norm_topk_prob=False),
     "gpt_oss": dict(COMMON, num_local_experts=8, rope_parameters=YARN),
+    "deepseek_v3": MOE | LATENT | {"num_key_value_heads": 4},
     "qwen3": COMMON,
     "llama": COMMON,
 }
-"""All but those that are refused by name: DeepSeek-V3, for derived weights of MLA, and Qwen3-Next."""
+"""All but Qwen3-Next, which is refused by name."""
 DENSE = ("qwen3", "llama")
 CASES = [(f, layout, "") for f in SIZES for layout in LAYOUTS if not (f in DENSE and layout == "tp2ep")]
 """vLLM refuses expert parallelism without experts."""
@@ -53,6 +57,12 @@ IN_TURNS = "in turns"
 """Experts lie on the ranks in turns, which vLLM does for models with groups of experts alone."""
 CASES += [("glm4_moe", layout, IN_TURNS) for layout in LAYOUTS if layout == "tp2ep"]
 GROUPS = dict(n_routed_experts=8, n_group=2, topk_group=1)
+CASES += [("deepseek_v3", "pp2", budget) for budget in ("host", "none") if "pp2" in LAYOUTS]
+PLAIN_KERNEL = "plain kernel"
+"""Latent attention that AMX does not compute: absorbed matrices are views of a weight, as on a GPU."""
+CASES += [("deepseek_v3", layout, PLAIN_KERNEL) for layout in LAYOUTS if not NUM_GPUS]
+RELOADED = ("deepseek_v3",)
+"""Families of which vLLM's own reload is looked at, too: what is derived from weights is made anew there."""
 
 
 def write(family: str, folder: Path, **more: int) -> dict[str, Path]:
@@ -124,11 +134,13 @@ def test_streamed_weights_are_those_of_a_cold_start(
     how: dict[str, Any] = dict(LAYOUTS[layout])
     if variant == IN_TURNS:
         how["expert_placement_strategy"] = "round_robin"
+    if variant == PLAIN_KERNEL:
+        how["attention_config"] = {"backend": "CPU_MLA"}
     engine = Engine(folders["a"], additional_config=settings, **how)
     orders = Orders()
 
     async def stream() -> list[Any]:
-        seen = [await look(engine, "v0")]
+        seen, places = [await look(engine, "v0")], await engine.ranks("feed_places")
         with training(control_url, run_id, orders.train, trainer_of(folders)) as errors:
             try:
                 for version in (1, 2, 3):
@@ -138,7 +150,7 @@ def test_streamed_weights_are_those_of_a_cold_start(
                     check_staging(variant)
             finally:
                 orders.end()
-        assert errors == []
+        assert errors == [] and await engine.ranks("feed_places") == places
         return seen
 
     try:
@@ -158,6 +170,9 @@ def test_streamed_weights_are_those_of_a_cold_start(
     fresh = Engine(folders["b"], additional_config={"megastream": ours}, **how)
     try:
         cold = fresh.run(look(fresh, "cold"))
+        if family in RELOADED:
+            fresh.run(fresh.ranks("feed_reload", str(folders["c"])))
+            assert fresh.run(look(fresh, "reloaded")) == c
     finally:
         fresh.close()
     assert cold == again

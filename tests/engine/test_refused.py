@@ -18,18 +18,10 @@ from tests.helpers.tiny_moe import TinyMoe, random_weights, write_checkpoint, wr
 pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
 
 VOCAB = 320
-LATENT = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=128, moe_intermediate_size=128, vocab_size=VOCAB)
-LATENT |= dict(head_dim=64, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
-LATENT |= dict(max_position_embeddings=2048, topk_method="noaux_tc")
 DELTA = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=128, moe_intermediate_size=128, vocab_size=VOCAB)
 DELTA |= dict(head_dim=64, shared_expert_intermediate_size=64, max_position_embeddings=2048)
 DELTA |= dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=128, linear_value_head_dim=128)
 TIED = TinyMoe(vocab=VOCAB, tied=True)
-
-
-def latent(folder: Path) -> None:
-    random_transformers("deepseek_v3", 0, **LATENT).to(torch.bfloat16).save_pretrained(folder)
-    write_tokenizer(folder, VOCAB)
 
 
 def delta(folder: Path) -> None:
@@ -49,7 +41,6 @@ def plain(folder: Path) -> None:
 DRAFT = {"method": "draft_model", "num_speculative_tokens": 2}
 """The served model drafts for itself."""
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
-    "derived matrices of MLA": (latent, {}, {}, "matrices that are derived from kv_b_proj"),
     "a draft model": (
         plain,
         {"speculative_config": DRAFT},

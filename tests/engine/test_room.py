@@ -76,7 +76,7 @@ def test_experts_are_unpacked_and_packed(isa: str, monkeypatch: pytest.MonkeyPat
 
 
 def vllm_config(**changes: Any) -> SimpleNamespace:
-    model: dict[str, Any] = dict.fromkeys(("quantization", "enable_sleep_mode", "use_mla", "is_hybrid"))
+    model: dict[str, Any] = dict.fromkeys(("quantization", "enable_sleep_mode", "is_hybrid"))
     model["hf_config"] = SimpleNamespace(tie_word_embeddings=False)
     parallel = {"enable_eplb": False, "data_parallel_size": 1, "pipeline_parallel_size": 1}
     top = {"lora_config": None, "speculative_config": None}
@@ -95,7 +95,6 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
         ({"data_parallel_size": 2}, "--data-parallel-size 1"),
         ({"hf_config": SimpleNamespace(tie_word_embeddings=True), "pipeline_parallel_size": 2}, "tied"),
         ({"enable_sleep_mode": True}, "sleep"),
-        ({"use_mla": True}, "derived from kv_b_proj"),
         ({"is_hybrid": True}, "recurrent states"),
     ],
 )

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megastream.engine.digest import tensor_digest
 
@@ -19,14 +21,33 @@ class Tensors:
 
     def feed_tensors(self) -> dict[str, str]:
         """Path -> digest of buffers, of attributes of modules, and of what hangs below them in lists, dicts and objects
-        of vLLM's; parameters are left out where the modules name them, and in where something else holds them."""
+        of vLLM's; parameters are left out where the modules name them, and in where something else holds them, or where
+        a module has made them behind the load."""
+        return {path: tensor_digest(tensor) for path, tensor in self._feed_held().items()}
+
+    def feed_places(self) -> dict[str, int]:
+        """Where each of these lies, and each parameter."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        found = self._feed_held() | dict(model.named_parameters())
+        return {path: tensor.data_ptr() for path, tensor in found.items()}
+
+    def feed_reload(self, folder: str) -> None:
+        """vLLM's own reload from a folder, as a paused update makes it."""
+        live = self.weight_transfer_engine.state.live  # type: ignore[attr-defined]
+        names = {tensor.name for tensor in live.describe_whole().tensors}
+        stored = load_file(f"{folder}/model.safetensors")
+        live.load_whole((name, tensor) for name, tensor in stored.items() if name in names)
+
+    def _feed_held(self) -> dict[str, torch.Tensor]:
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         found: dict[str, torch.Tensor] = {}
         for prefix, module in model.named_modules():
-            for name, value in (vars(module) | module._buffers).items():
+            loaded = get_layerwise_info(module).restore_metadata[0]
+            made = {name: each for name, each in module._parameters.items() if name not in loaded}
+            for name, value in (vars(module) | module._buffers | made).items():
                 if name not in ("_parameters", "_buffers", *OTHER):
                     found.update(_below(value, f"{prefix}.{name}", {id(module)}, DEEPEST))
-        return {path: tensor_digest(tensor) for path, tensor in found.items()}
+        return found
 
     def feed_expert_maps(self) -> list[list[int]]:
         """Global expert -> local slot, or -1, of every layer that has experts, as vLLM's own modules keep it."""

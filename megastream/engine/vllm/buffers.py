@@ -7,14 +7,14 @@ with can be something else: on CPU, linears sit packed inside a kernel and exper
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megastream.engine.contract import LiveModelError
-from megastream.engine.vllm import compat
+from megastream.engine.vllm import compat, compat_mla
 
 ALL = slice(None)
 PROBE_ROWS = 512
@@ -125,7 +125,7 @@ class PackedExperts(LiveBuffer):
     def __init__(self, name: str, module: torch.nn.Module, parameter: torch.nn.Parameter, shape: tuple[int, ...]):
         super().__init__(name, module, parameter, shape)
         self.isa = str(compat.cpu_moe_isa(module))
-        self._unpack = _unpacking_order(shape[1:], self.isa)
+        self._unpack = _unpacking_order(shape[1:], lambda expert: compat.prepack_experts(expert[None], self.isa))
 
     def read(self) -> torch.Tensor:
         return self.parameter.data.reshape(self.shape[0], -1)[:, self._unpack].view(self.shape)
@@ -135,15 +135,47 @@ class PackedExperts(LiveBuffer):
         return Prepared(copies=((self.parameter.data[rows], compat.prepack_experts(new[rows], self.isa)),))
 
 
-def _unpacking_order(shape: tuple[int, ...], isa: str) -> torch.Tensor:
-    """For one expert: the packed position of each loader element, learnt by packing the elements' own indices.
+class Absorbed(LiveBuffer):
+    """MLA's `kv_b_proj` where its attention, `module`, holds two matrices that are packed of it, in its place.
 
-    The kernel moves 16-bit values, so the indices go through in two halves.
+    Each element lies in one of them, and heads are packed in the same way. Both stay where they are.
+    """
+
+    def __init__(self, name: str, module: torch.nn.Module, parameter: torch.nn.Parameter, shape: tuple[int, ...]):
+        super().__init__(name, module, parameter, shape)
+        self._heads = compat_mla.packed(module)[0].shape[0]
+        self._unpack = _unpacking_order((shape[0] // self._heads, shape[1]), lambda head: self._flat(self._pack(head)))
+
+    @property
+    def dtype(self) -> str:
+        return str(compat_mla.packed(self.module)[0].dtype).removeprefix("torch.")
+
+    def read(self) -> torch.Tensor:
+        return self._flat(compat_mla.packed(self.module))[:, self._unpack].view(self.shape)
+
+    def prepare(self, new: torch.Tensor, rows: slice = ALL) -> Prepared:
+        if rows != ALL:
+            raise LiveModelError(f"{self.name} is packed as a whole and cannot be written in rows {rows}")
+        return Prepared(copies=tuple(zip(compat_mla.packed(self.module), self._pack(new), strict=True)))
+
+    def _pack(self, weight: torch.Tensor) -> compat_mla.Pair:
+        return compat_mla.pack(self.module, weight)
+
+    @staticmethod
+    def _flat(pair: compat_mla.Pair) -> torch.Tensor:
+        """Both matrices of a head in one row."""
+        return torch.cat([matrices.reshape(matrices.shape[0], -1) for matrices in pair], dim=1)
+
+
+def _unpacking_order(shape: tuple[int, ...], pack: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The packed position of each loader element of an expert or a head, learnt by packing the elements' own indices.
+
+    Kernels move 16-bit values, so the indices go through in two halves.
     """
     rows, columns = shape
-    index = torch.arange(rows * columns, dtype=torch.int32).view(1, rows, columns)
+    index = torch.arange(rows * columns, dtype=torch.int32).view(rows, columns)
     halves = [
-        compat.prepack_experts(half.to(torch.int16).view(torch.bfloat16), isa).view(torch.int16).int() & 0xFFFF
+        pack(half.to(torch.int16).view(torch.bfloat16)).view(torch.int16).int() & 0xFFFF
         for half in (index & 0xFFFF, index >> 16)
     ]
     loader_position = (halves[0] | halves[1] << 16).flatten().long()
@@ -185,13 +217,19 @@ def collect(model: torch.nn.Module, on_cpu: bool) -> dict[str, LiveBuffer]:
     """All parameters of this rank, in the model's order. Fit for patching or not: `live.py` checks that."""
     buffers: dict[str, LiveBuffer] = {}
     seen: dict[int, str] = {}
+    packing = compat_mla.packing_layers(model)
     for prefix, module in model.named_modules():
+        if compat_mla.is_latent(module):
+            continue  # what it has are views of a parameter of another module
         loader = compat.loader_metadata(module)
         for short, parameter in module.named_parameters(recurse=False):
             name = seen.setdefault(id(parameter), f"{prefix}.{short}" if prefix else short)
             if name in buffers and not (on_cpu and compat.is_head(module)):
                 continue  # tied: one parameter, written once; on CPU the head's kernel must follow
             shape = tuple(loader[short].shape) if short in loader else tuple(parameter.shape)
+            if module in packing and short == "weight":
+                buffers[name] = Absorbed(name, packing[module], parameter, shape)
+                continue
             kind = _kind(module, short, parameter, on_cpu)
             buffers[name] = buffer = kind(name, module, parameter, shape)
             if compat.is_experts(module):

@@ -1,8 +1,8 @@
 """Everything of vLLM that is not public and that megastream touches, behind small functions.
 
 The only such files are this one (model and worker), `compat_tensors.py` (what modules hold beside their parameters),
-`compat_core.py` (engine core), `compat_front.py` (answers and HTTP), `compat_metrics.py` (/metrics) and
-`cpu_repairs.py`.
+`compat_mla.py` (what latent attention makes of its weights), `compat_core.py` (engine core), `compat_front.py` (answers
+and HTTP), `compat_metrics.py` (/metrics) and `cpu_repairs.py`.
 
 Supported are 0.26.0 <= version < 0.33. The tests run 0.32 on CPU, and by hand 0.26 on GPUs (tools/gpu_check.sh); the
 versions between are not run. Where the two differ, the function here hides it.

