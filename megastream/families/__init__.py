@@ -6,7 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megastream.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2_moe, qwen3, qwen3_moe, qwen3_next
+from megastream.families import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mixtral,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    qwen3_next,
+)
 from megastream.families.bounds import check_shape
 from megastream.families.family import Family
 from megastream.families.types import ModelShape, Place, Row, Source
@@ -14,6 +25,7 @@ from megastream.families.types import ModelShape, Place, Row, Source
 __all__ = ["FAMILIES", "Family", "ModelShape", "Place", "Row", "Source", "family_of", "load_shape"]
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v2": deepseek_v2.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,

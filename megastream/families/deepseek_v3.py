@@ -87,11 +87,17 @@ ROWS = (
 
 def read(config: dict[str, object]) -> ModelShape:
     """Shape from the fields of `DeepseekV3Config`. ValueError names a field that is missing or that no row is for."""
-    refuse_unless("deepseek_v3", config, attention_bias=False, topk_method="noaux_tc")
+    refuse_unless("deepseek_v3", config, topk_method="noaux_tc")
+    return latent_shape("deepseek_v3", config)
+
+
+def latent_shape(family: str, config: dict[str, object]) -> ModelShape:
+    """Of a family with this attention and experts. Errors as of `read`."""
+    refuse_unless(family, config, attention_bias=False)
     number(config, "intermediate_size", least=1)
     head_dim = number(config, "qk_nope_head_dim") + number(config, "qk_rope_head_dim")
     shape = decoder_shape(
-        "deepseek_v3",
+        family,
         {**config, "head_dim": head_dim},
         num_experts=number(config, "n_routed_experts", least=1),
         top_k=number(config, "num_experts_per_tok"),
@@ -121,6 +127,16 @@ def sizes(shape: ModelShape) -> dict[str, int]:
     }
 
 
+ATTENTION = "self_attn.mla_attn.mla_attn"
+ALIASES = (
+    GATE_IN_EXPERTS,
+    ("mlp.shared_experts.", SHARED_IN_EXPERTS),
+    *(
+        (f"self_attn.{name}.", f"self_attn.mla_attn.{name}.")
+        for name in ("o_proj", "q_a_layernorm", "q_b_proj", "q_proj")
+    ),
+)
+"""vLLM's module of the attention, and the second names that it has for some of the others."""
 FAMILY = Family(
     name="deepseek_v3",
     rows=ROWS,
@@ -129,13 +145,6 @@ FAMILY = Family(
     is_moe=behind_dense,
     num_groups=partial(expert_groups, default=8),
     has_eplb=True,
-    attention="self_attn.mla_attn.mla_attn",
-    aliases=(
-        GATE_IN_EXPERTS,
-        ("mlp.shared_experts.", SHARED_IN_EXPERTS),
-        *(
-            (f"self_attn.{name}.", f"self_attn.mla_attn.{name}.")
-            for name in ("o_proj", "q_a_layernorm", "q_b_proj", "q_proj")
-        ),
-    ),
+    attention=ATTENTION,
+    aliases=ALIASES,
 )

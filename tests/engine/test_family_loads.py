@@ -27,6 +27,8 @@ LAYOUTS = [
 
 _ENGINE = dict(num_hidden_layers=5, hidden_size=64, intermediate_size=128, head_dim=32, num_key_value_heads=2)
 _ENGINE_MOE = dict(_ENGINE, moe_intermediate_size=128)
+_LATENT = dict(num_hidden_layers=5, hidden_size=64, intermediate_size=128, moe_intermediate_size=128)
+_LATENT |= dict(head_dim=64, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _ENGINE_MOE,
     "qwen2_moe": dict(_ENGINE_MOE, hidden_size=128, shared_expert_intermediate_size=64),
@@ -42,18 +44,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama": _ENGINE,
     "mixtral": _ENGINE,
     "glm4_moe": _ENGINE_MOE,
-    "deepseek_v3": dict(
-        num_hidden_layers=5,
-        topk_method="noaux_tc",
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=128,
-        head_dim=64,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-    ),
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": dict(_LATENT, topk_method="noaux_tc"),
     "gpt_oss": dict(
         _ENGINE,
         rope_parameters=dict(

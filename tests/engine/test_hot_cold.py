@@ -29,7 +29,7 @@ MOE = dict(COMMON, moe_intermediate_size=64)
 YARN = dict(rope_type="yarn", rope_theta=10_000.0, factor=2.0, original_max_position_embeddings=1024, truncate=False)
 YARN |= dict(beta_fast=32.0, beta_slow=1.0)
 LATENT = dict(head_dim=64, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
-LATENT |= dict(topk_method="noaux_tc", moe_intermediate_size=128)
+LATENT |= dict(num_key_value_heads=4, moe_intermediate_size=128)
 """The latent's two widths are the only ones that vLLM has CPU kernels for."""
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(MOE, num_experts=8),
@@ -37,7 +37,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "glm4_moe": MOE,
     "qwen2_moe": dict(MOE, hidden_size=128, num_experts=8, shared_expert_intermediate_size=96, norm_topk_prob=False),
     "gpt_oss": dict(COMMON, num_local_experts=8, rope_parameters=YARN),
-    "deepseek_v3": MOE | LATENT | {"num_key_value_heads": 4},
+    "deepseek_v2": MOE | LATENT,
+    "deepseek_v3": MOE | LATENT | {"topk_method": "noaux_tc"},
     "qwen3": COMMON,
     "llama": COMMON,
 }
@@ -61,7 +62,11 @@ CASES += [("deepseek_v3", "pp2", budget) for budget in ("host", "none") if "pp2"
 PLAIN_KERNEL = "plain kernel"
 """Latent attention that AMX does not compute: absorbed matrices are views of a weight, as on a GPU."""
 CASES += [("deepseek_v3", layout, PLAIN_KERNEL) for layout in LAYOUTS if not NUM_GPUS]
-RELOADED = ("deepseek_v3",)
+SERVED = {
+    IN_TURNS: {"expert_placement_strategy": "round_robin"},
+    PLAIN_KERNEL: {"attention_config": {"backend": "CPU_MLA"}},
+}
+RELOADED = ("deepseek_v2", "deepseek_v3")
 """Families of which vLLM's own reload is looked at, too: what is derived from weights is made anew there."""
 
 
@@ -131,11 +136,7 @@ def test_streamed_weights_are_those_of_a_cold_start(
     run_id = f"hot-{family}-{layout}-{variant.replace(' ', '-')}"
     ours: dict[str, Any] = {"control_url": control_url, "run_id": run_id, "engine": run_id}
     settings = {"megastream": {**ours, "settings": {"staging": BUDGETS[variant]} if variant in BUDGETS else {}}}
-    how: dict[str, Any] = dict(LAYOUTS[layout])
-    if variant == IN_TURNS:
-        how["expert_placement_strategy"] = "round_robin"
-    if variant == PLAIN_KERNEL:
-        how["attention_config"] = {"backend": "CPU_MLA"}
+    how: dict[str, Any] = {**LAYOUTS[layout], **SERVED.get(variant, {})}
     engine = Engine(folders["a"], additional_config=settings, **how)
     orders = Orders()
 

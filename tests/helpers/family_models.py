@@ -68,6 +68,10 @@ HF_DENSE_FIRST = {
     "n_group": 1,
     "topk_group": 1,
 }
+LATENT = dict(q_lora_rank=28, kv_lora_rank=20, v_head_dim=8)
+HF_LATENT = dict(num_key_value_heads=4, head_dim=4, qk_nope_head_dim=12, qk_rope_head_dim=4, **LATENT)
+LATENT |= dict(qk_layernorm=True, num_query_groups=4, kv_channels=12, qk_head_dim=12, qk_pos_emb_head_dim=4)
+LATENT |= dict(rope_type="rope")
 DELTA = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=6,
@@ -135,6 +139,11 @@ FAMILY_MODELS = {
             "softmax_type": "learnable",
         },
     ),
+    "deepseek_v2": FamilyModel(
+        {**HF_DENSE_FIRST, **HF_LATENT, "norm_topk_prob": False, "topk_method": "greedy"},
+        {**_softmax_moe(8, 20, pre_softmax=True), "moe_router_topk_scaling_factor": 2.5, **DENSE_FIRST, **LATENT},
+        mla=True,
+    ),
     "deepseek_v3": FamilyModel(
         {
             **HF_DENSE_FIRST,
@@ -143,13 +152,7 @@ FAMILY_MODELS = {
             "num_experts_per_tok": 4,
             "n_group": 4,
             "topk_group": 2,
-            "num_key_value_heads": 4,
-            "head_dim": 4,
-            "q_lora_rank": 28,
-            "kv_lora_rank": 20,
-            "qk_nope_head_dim": 12,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
+            **HF_LATENT,
         },
         {
             **_softmax_moe(12, 20),
@@ -158,15 +161,7 @@ FAMILY_MODELS = {
             "moe_router_topk": 4,
             "moe_router_num_groups": 4,
             "moe_router_group_topk": 2,
-            "qk_layernorm": True,
-            "num_query_groups": 4,
-            "kv_channels": 12,
-            "q_lora_rank": 28,
-            "kv_lora_rank": 20,
-            "qk_head_dim": 12,
-            "qk_pos_emb_head_dim": 4,
-            "v_head_dim": 8,
-            "rope_type": "rope",
+            **LATENT,
         },
         mla=True,
     ),

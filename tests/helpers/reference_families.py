@@ -124,6 +124,10 @@ def _deepseek_v3(c: Config, layer: int) -> list[Any]:
     return [Norms((False, dense)), LatentAttention(), *mlp]
 
 
+def _deepseek_v2(c: Config, layer: int) -> list[Any]:
+    return [block for block in _deepseek_v3(c, layer) if not isinstance(block, Whole)]
+
+
 def _gpt_oss(c: Config, layer: int) -> list[Any]:
     return [Norms(), Renamed(Attention(bias=True)), Renamed(OutputBias()), StackedExperts()]
 
@@ -148,6 +152,8 @@ DELTA = {
 }
 SMALL_DELTA = dict(full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8)
 EVERYWHERE = ("embed", "norm", "head")
+DEEPSEEK = {key: value for key, value in DENSE.items() if key != "head_dim"}
+DEEPSEEK |= {**DENSE_FIRST, **LATENT, "num_key_value_heads": 8}
 
 REFERENCES = {
     "qwen3_moe": Reference(
@@ -186,9 +192,13 @@ REFERENCES = {
         spares=EVERYWHERE,
         small=dict(num_local_experts=4),
     ),
+    "deepseek_v2": Reference(
+        DEEPSEEK | {"model_type": "deepseek_v2"},
+        _deepseek_v2,
+        small={**SMALL_FIRST, **SMALL_LATENT, "num_key_value_heads": 4},
+    ),
     "deepseek_v3": Reference(
-        {key: value for key, value in DENSE.items() if key != "head_dim"}
-        | {**DENSE_FIRST, **LATENT, "model_type": "deepseek_v3", "num_key_value_heads": 8},
+        DEEPSEEK | {"model_type": "deepseek_v3"},
         _deepseek_v3,
         small={**SMALL_FIRST, **SMALL_LATENT, "num_key_value_heads": 4},
     ),

@@ -44,6 +44,7 @@ VARIANTS = [
     ("qwen2_moe", {"mlp_only_layers": (1,)}),
     ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
     ("glm4_moe", {"n_shared_experts": 0}),
+    ("deepseek_v2", {"q_lora_rank": None}),  # V2-Lite
     ("deepseek_v3", {"q_lora_rank": None}),  # Moonlight
     ("qwen3_next", {"mlp_only_layers": (1,)}),
     ("qwen3_next", {"layer_types": ["full_attention", "linear_attention", "linear_attention"]}),
@@ -64,7 +65,7 @@ def test_kimi_k2_is_a_deepseek_v3() -> None:
 
 def test_qwen3_5_moe_is_refused_by_name() -> None:
     """Its files differ from Qwen3-Next's in names and layout."""
-    with pytest.raises(ValueError, match="model family qwen3_5_moe has no table; known families: deepseek_v3"):
+    with pytest.raises(ValueError, match="model family qwen3_5_moe has no table; known families: deepseek_v2"):
         load_shape(REFERENCES["qwen3_next"].config(model_type="qwen3_5_moe"))
 
 
@@ -125,6 +126,8 @@ def test_every_family_is_converted_there_and_back(family: str, tmp_path: Path) -
         ("llama", {"intermediate_size": 0}, "intermediate_size is 0; it must be at least 1"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0; it must be at least 1"),
         ("glm4_moe", {"n_routed_experts": None}, "n_routed_experts is None; expected a whole number"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; deepseek_v2 has no table for"),
+        ("deepseek_v2", {"attention_bias": True}, "attention_bias is True; deepseek_v2 has a table for False only"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; deepseek_v3 has a table for 'noaux_tc'"),
         ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be at least 1"),
         ("qwen3_next", {"tie_word_embeddings": True}, "tie_word_embeddings is True; qwen3_next has a table for False"),
