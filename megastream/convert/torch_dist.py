@@ -21,7 +21,7 @@ from megastream.convert.torch_file import open_file, read_torch_file
 from megastream.convert.types import ConvertError, Extent, Holding
 from megastream.layout.box import Box
 from megastream.layout.mesh import Mesh, trainer_coords
-from megastream.layout.placing import Placed
+from megastream.layout.placing import Placed, window_shards
 from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
 from megastream.layout.trainer import place_trainer_param
 
@@ -30,6 +30,8 @@ BACKEND = "metadata.json"
 ONE_RANK = trainer_coords(Mesh(), 0)
 GATE, UP = "_w", "_v"
 """Behind the key of a fused gate and up: its halves, each a tensor of its own."""
+_GATED = ("gated", "stack_gated")
+"""Rules of such parameters."""
 
 _NO_WEIGHT = re.compile(r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state_machine|_extra_state")
 _MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
@@ -58,14 +60,15 @@ class _Holders:
     """Collects shards, one holder for each key of a parameter: megatron's specs name some parameters differently."""
 
     def __init__(self) -> None:
-        self.keys: dict[str, list[str]] = {}
+        self.keys: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         self.tensors: list[dict[str, TensorSpec]] = []
         self.buffers: list[list[BufferSpec]] = []
         self.shards: list[list[Shard]] = []
 
-    def holder(self, tensor: str, key: str) -> int:
-        """0 for the first key that holds the parameter with this tensor, 1 for the second."""
-        keys = self.keys.setdefault(tensor, [])
+    def holder(self, placed: Placed, key: str) -> int:
+        """0 for the first key that holds this parameter, 1 for the second."""
+        first = placed.regions[0]
+        keys = self.keys.setdefault((first.tensor.name, first.box.lo), [])
         if key not in keys:
             keys.append(key)
         number = keys.index(key)
@@ -190,16 +193,10 @@ def _place(chunk: _Chunk, ref: TensorRef, model: Model, holders: _Holders) -> in
     if shape != placed.shape:
         raise ConvertError(f"{chunk.key} has shape {chunk.shape}; {parameter} of config.json has {placed.shape}")
     window = Box(low, tuple(a + n for a, n in zip(low, chunk.box.shape[ahead:], strict=True)))
-    rank = holders.holder(placed.regions[0].tensor.name, chunk.key.removesuffix(GATE).removesuffix(UP))
-    strides = ref.strides[ahead:]
-    for region in placed.regions:
-        part = region.within(window)
-        if part is None:
-            continue
-        offset = sum((at - a) * step for at, a, step in zip(part.origin, low, strides, strict=True))
-        holders.tensors[rank][part.tensor.name] = part.tensor
-        steps = tuple(strides[dim] for dim in part.dims)
-        holders.shards[rank].append(Shard(part.tensor.name, part.box, rank, chunk.name, offset, steps))
+    rank = holders.holder(placed, chunk.key.removesuffix(GATE).removesuffix(UP))
+    for tensor, shard in window_shards(placed, window, ref.strides[ahead:], rank=rank, buffer=chunk.name):
+        holders.tensors[rank][tensor.name] = tensor
+        holders.shards[rank].append(shard)
     span = 1 + sum((n - 1) * step for n, step in zip(ref.shape, ref.strides, strict=True))
     holders.buffers[rank].append(BufferSpec(chunk.name, span, ref.storage.dtype))
     return rank
@@ -227,21 +224,12 @@ def _parameter(chunk: _Chunk, model: Model) -> tuple[str, int, int | None]:
     return name, len(numbers), half
 
 
-def refuse_views(parameter: str, placed: Placed, model: Model) -> None:
-    """ConvertError for a parameter whose rows are not rows of its tensors: Megatron's boxes cannot be cut from them."""
-    if placed.view:
-        family = model.family.name
-        raise ConvertError(f"{parameter}: {family} has no torch_dist form here; use hf, mp_rank or sharded_state")
-
-
 def _placed(parameter: str, shape: tuple[int, ...], model: Model) -> Placed:
     try:
         entry = model.family.trainer_entry(parameter, model.shape)
-        placed = place_trainer_param(entry, ONE_RANK, shape[0] if entry.rule == "vocab" else 0)
+        return place_trainer_param(entry, ONE_RANK, shape[0] if entry.rule == "vocab" else 0)
     except ValueError as error:
         raise ConvertError(str(error)) from error
-    refuse_views(parameter, placed, model)
-    return placed
 
 
 def _check_stored_once(folder: Path, holders: _Holders) -> None:
@@ -261,7 +249,7 @@ def parts_of(parameter: str, placed: Placed, rule: str, model: Model) -> Iterato
     """
     whole = Box.full(placed.shape)
     for name in _spellings(megatron_name(parameter, model)):
-        if rule != "gated":
+        if rule not in _GATED:
             yield name, whole
             continue
         rows = placed.shape[0] // 2

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megastream.convert.model import Model
-from megastream.convert.torch_dist import BACKEND, INDEX, ONE_RANK, parts_of, refuse_views
+from megastream.convert.torch_dist import BACKEND, INDEX, ONE_RANK, parts_of
 from megastream.convert.torch_file import Archive, Slot, import_torch, lay_out_archive, pickled
 from megastream.convert.types import ConvertError, Extent, Holding, NewFile, Target
 from megastream.layout.mesh import Mesh
-from megastream.layout.placing import Placed, Region
-from megastream.layout.rules import region_shard
+from megastream.layout.pack import row_major_strides
+from megastream.layout.placing import Placed, window_shards
 from megastream.layout.shard import BufferSpec, RankLayout, Shard, TensorSpec
 from megastream.layout.synthetic import trainer_names
 from megastream.layout.trainer import place_trainer_param
@@ -92,7 +92,6 @@ def _items(model: Model, dtypes: Mapping[str, str], max_file_bytes: int) -> Iter
     for parameter in trainer_names(model.family, model.shape, Mesh(), ONE_RANK):
         entry = model.family.trainer_entry(parameter, model.shape)
         placed = place_trainer_param(entry, ONE_RANK, model.shape.vocab if entry.rule == "vocab" else 0)
-        refuse_views(parameter, placed, model)
         dtype = one_dtype(parameter, placed, dtypes)
         for key, box in parts_of(parameter, placed, entry.rule, model):
             spec = TensorSpec(key, box.shape, dtype)
@@ -100,18 +99,10 @@ def _items(model: Model, dtypes: Mapping[str, str], max_file_bytes: int) -> Iter
             if at and at + archive.num_bytes > max_file_bytes:
                 number, at = number + 1, 0
                 archive = lay_out_archive(pickled(Slot(0, spec)), [spec], at)
-            parts = [part for region in placed.regions if (part := region.within(box)) is not None]
-            shards = tuple(
-                region_shard(_shifted(part, box.lo), box.shape, rank=0, buffer=key, base=0) for part in parts
-            )
-            held = tuple(part.tensor for part in parts)
+            parts = list(window_shards(placed, box, row_major_strides(box.shape), rank=0, buffer=key))
+            shards, held = tuple(shard for _, shard in parts), tuple(tensor for tensor, _ in parts)
             yield _Item(spec, shards, held, f"__0_{number}.distcp", at, archive)
             at += -(-archive.num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _shifted(region: Region, low: tuple[int, ...]) -> Region:
-    origin = tuple(at - a for at, a in zip(region.origin, low, strict=True))
-    return Region(region.tensor, region.box, origin, region.dims)
 
 
 def _saved(tree: Any) -> bytes:

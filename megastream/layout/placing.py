@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
+from math import prod
 
 from megastream.layout.box import Box
-from megastream.layout.shard import TensorSpec
+from megastream.layout.pack import flat_boxes, row_major_strides
+from megastream.layout.shard import Shard, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +92,39 @@ def rows(tensor: TensorSpec, lo: int, hi: int, at: int) -> Region:
     num_other = len(tensor.shape) - 1
     box = Box((lo,) + (0,) * num_other, (hi, *tensor.shape[1:]))
     return Region(tensor, box, (at,) + (0,) * num_other, tuple(range(num_other + 1)))
+
+
+def window_shards(
+    placed: Placed, window: Box, strides: Sequence[int], *, rank: int, buffer: str, base: int = 0
+) -> Iterator[tuple[TensorSpec, Shard]]:
+    """What lies in a window of a parameter, given in its own coordinates, where only the window is stored.
+
+    The window's first element is element `base` of `buffer`; `strides` are the steps there of the parameter's dims.
+    """
+    splits = _splits(placed)
+    steps = [step * inner for step, split in zip(strides, splits, strict=True) for inner in row_major_strides(split)]
+    first = base - sum(map(int.__mul__, window.lo, strides))
+    for box, region in product(_in_grid(window, splits), placed.regions):
+        part = region.within(box)
+        if part is not None:
+            offset = first + sum(map(int.__mul__, part.origin, steps))
+            along = tuple(steps[dim] for dim in part.dims)
+            yield part.tensor, Shard(part.tensor.name, part.box, rank, buffer, offset, along)
+
+
+def _splits(placed: Placed) -> list[tuple[int, ...]]:
+    """The dims of the grid that each dim of the parameter is split into."""
+    rest, splits = list(placed.grid), []
+    for size in placed.shape:
+        split = [rest.pop(0)]
+        while prod(split) < size:
+            split.append(rest.pop(0))
+        splits.append(tuple(split))
+    return splits
+
+
+def _in_grid(window: Box, splits: Sequence[tuple[int, ...]]) -> Iterator[Box]:
+    """A window of a parameter as boxes of its grid."""
+    ranges = zip(splits, window.lo, window.hi, strict=True)
+    for boxes in product(*(flat_boxes(split, lo, hi) for split, lo, hi in ranges)):
+        yield Box(tuple(chain(*(box.lo for box in boxes))), tuple(chain(*(box.hi for box in boxes))))

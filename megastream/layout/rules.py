@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megastream.layout.box import Box
-from megastream.layout.pack import row_major_strides
 from megastream.layout.placing import Cut, Fused, Placed, Region, Rule, rows
 from megastream.layout.rules_attention import (
     concat_gated_qkv,
@@ -21,7 +20,7 @@ from megastream.layout.rules_attention import (
     sections,
     ungrouped,
 )
-from megastream.layout.shard import Shard, TensorSpec
+from megastream.layout.shard import TensorSpec
 
 RULES_VERSION = 1
 """Part of every plan's digest. Raise it when a rule changes what lies where."""
@@ -172,10 +171,3 @@ RULES: dict[str, Rule] = {
     "stack_gated": stack_gated,
     "stack_interleaved": stack_interleaved,
 }
-
-
-def region_shard(region: Region, shape: tuple[int, ...], *, rank: int, buffer: str, base: int) -> Shard:
-    """The shard of a region in a row-major parameter that starts at element `base` of `buffer`; `shape`: its grid."""
-    strides = row_major_strides(shape)
-    offset = base + sum(a * s for a, s in zip(region.origin, strides, strict=True))
-    return Shard(region.tensor.name, region.box, rank, buffer, offset, tuple(strides[dim] for dim in region.dims))

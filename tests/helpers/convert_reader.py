@@ -98,7 +98,7 @@ def differing_dist(folder: Path, model: Model) -> list[str]:
     expected: dict[str, np.ndarray] = {}
     for name, array in megatron_rank(model, trainer_coords(Mesh(), 0), layers, te=False, pad=1, swap=False).items():
         name = name.replace(".local_experts.", ".experts.")
-        halves = np.split(array, 2) if "linear_fc1.weight" in name else []
+        halves = np.split(array, 2) if "linear_fc1." in name else []
         expected |= dict(zip((f"{name}_w", f"{name}_v"), halves, strict=True)) if halves else {name: array}
         expected |= {name.replace(norm, fused): array for norm, fused in _FUSED_NORMS.items() if norm in name}
     return _differing(stored, expected)

@@ -16,8 +16,6 @@ from tests.helpers.convert_models import converted, difference, tensors_of, writ
 
 FEW = ("deepseek_v3",)
 """With the default tests; the two Qwens stand in other tests."""
-NO_TORCH_DIST = ("gpt_oss",)
-"""Interleaved rows of w1 and w3: Megatron's boxes cannot be cut from them."""
 NO_TRAINER = ("qwen3_next",)
 """Megatron computes with other values."""
 PARAMS = [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in sorted(FAMILIES)]
@@ -31,7 +29,7 @@ def test_all_forms_of_a_family(tmp_path: Path, name: str) -> None:
     folders = [] if name in NO_TRAINER else [converted(source, tmp_path / "ranks", "mp_rank", to_layout=trainer)]
     state = converted([source, *folders][-1], tmp_path / "state", "sharded_state", to_layout=engine)
     folders.append(state)
-    if name in (*NO_TORCH_DIST, *NO_TRAINER):
+    if name in NO_TRAINER:
         with pytest.raises(ConvertError, match="no torch_dist form here"):
             converted(state, tmp_path / "dist", "torch_dist")
     else:

@@ -45,13 +45,10 @@ def forms(model: Model, which: int) -> dict[str, tuple[str | None, Differing]]:
     }
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen3_moe",
-        *(pytest.param(each, marks=pytest.mark.full) for each in ("qwen2_moe", "mixtral", "glm4_moe", "llama")),
-    ],
-)
+OTHERS = ("qwen2_moe", "mixtral", "glm4_moe", "llama", "gpt_oss")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)])
 def test_all_pairs_of_forms(tmp_path: Path, family: str) -> None:
     """hf, torch_dist and both forms of ranks from each of the four, ranks under another layout than they came from."""
     model = four_layers(family)

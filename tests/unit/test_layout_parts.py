@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise, product
 from math import prod
 
 import numpy as np
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megastream.layout.box import Box
 from megastream.layout.pack import flat_boxes, row_major_strides
-from megastream.layout.placing import Cut, Fused, Placed
+from megastream.layout.placing import Cut, Fused, Placed, window_shards
 from megastream.layout.rules import (
     column,
     gated,
@@ -156,6 +156,26 @@ def test_gate_and_up_in_turns_become_two_halves() -> None:
             box.transpose(np.argsort(region.dims)).reshape(placed.shape).tolist() == np.concatenate(expected).tolist()
         )
         assert placed.shape == (4, 3) and prod(placed.grid) == 12
+
+
+@pytest.mark.parametrize("rule", [stack_gated, stack_interleaved])
+def test_a_stored_window_is_filled_once_wherever_it_is_cut(rule) -> None:
+    """Every window of a parameter, also across gate and up, stored row by row or column by column behind 5 others."""
+    tensor = np.arange(48).reshape(2, 3, 4, 2)
+    halves = [tensor[1, :, :, half].T for half in (0, 1)]
+    whole = np.concatenate(halves) if rule is stack_gated else np.stack(halves, axis=1).reshape(8, 3)
+    placed = rule(Fused((spec("gate_up", 2, 3, 4, 2),), expert=1), Cut("tp", 0, 1))
+    for (top, bottom), (left, right) in product(combinations(range(9), 2), combinations(range(4), 2)):
+        window = whole[top:bottom, left:right]
+        for order, strides in (("C", (right - left, 1)), ("F", (1, bottom - top))):
+            flat = np.full(5 + window.size, -1)
+            box = Box((top, left), (bottom, right))
+            for _, shard in window_shards(placed, box, strides, rank=0, buffer="b", base=5):
+                steps = [step * flat.itemsize for step in shard.strides]
+                place = np.lib.stride_tricks.as_strided(flat[shard.offset :], shard.box.shape, steps)
+                assert (place == -1).all()
+                place[...] = tensor[tuple(map(slice, shard.box.lo, shard.box.hi))]
+            assert flat[:5].tolist() == [-1] * 5 and flat[5:].tolist() == window.ravel(order).tolist()
 
 
 def test_a_bias_behind_a_sum_is_the_first_rank_s() -> None:
