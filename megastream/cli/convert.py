@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 _GB = 10**9
 _GIB = 1 << 30
+_Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SRC",
+        help="The folder that is read; its form, and whether its experts are GroupedMLP's, is found out.",
+    ),
+]
 _Config = Annotated[
     Path | None, typer.Option("--config", help="config.json of the model, or its folder, where SRC has none.")
 ]
@@ -29,7 +36,7 @@ _FromLayout = Annotated[
 
 
 def convert_command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="The folder that is read; its form is found out.")],
+    source: _Source,
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder that is written.")],
     to: Annotated[str, typer.Option(help=f"The form of DST: {', '.join(FORMS)}.")] = "hf",
     dtype: Annotated[
@@ -100,6 +107,9 @@ def verify_command(
 
 
 def _tell_converted(done: Converted, source: Path) -> None:
+    if done.grouped:
+        stored = f"{done.grouped} tensors, each with all experts of a rank"
+        typer.echo(f"{source} has its experts as Megatron's GroupedMLP stores them: {stored}")
     if done.num_compared:
         typer.echo(f"{done.num_compared} elements that {source} holds more than once are equal")
     if done.left_out:

@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megastream.convert.grouped import is_grouped, with_grouped
 from megastream.convert.inert_pickle import TensorRef
 from megastream.convert.model import Model
 from megastream.convert.mtp import canonical_name, megatron_name
@@ -85,7 +86,8 @@ def read_mp_rank(folder: Path, model: Model, layout: str | None) -> Holding:
             extents[number, name] = Extent(rank.file, stored.start(ref, f"{name} in {folder / rank.file}"))
         left_out += [f"{rank.file}: {key}" for key in stored.tree if not key.startswith("model")]
         layouts.append(_layout(number, len(ranks), rank.coords, params, model, folder / rank.file))
-    return Holding("mp_rank", folder, tuple(layouts), extents, tuple(left_out))
+    grouped = sum(is_grouped(name) for _, name in extents)
+    return Holding("mp_rank", folder, tuple(layouts), extents, tuple(left_out), grouped)
 
 
 def plan_mp_rank(folder: Path, model: Model, dtypes: Mapping[str, str], layout: str) -> Target:
@@ -260,15 +262,18 @@ def _chunk_of(name: str, chunks: Sequence[Sequence[int]], *, first: bool) -> int
 def _layout(
     number: int, world_size: int, coords: Mapping[str, int], params: Mapping[str, TensorSpec], model: Model, path: Path
 ) -> RankLayout:
+    plain = [spec for spec in params.values() if not is_grouped(spec.name)]
+    grouped = [spec for spec in params.values() if is_grouped(spec.name)]
     try:
-        return trainer_rank_layout(
+        layout = trainer_rank_layout(
             model.family,
             model.shape,
             rank=number,
             world_size=world_size,
             coords=coords,
-            params=[TrainerParam(spec.name, spec.shape, spec.name, 0) for spec in params.values()],
-            buffers=[BufferSpec(spec.name, prod(spec.shape), spec.dtype) for spec in params.values()],
+            params=[TrainerParam(spec.name, spec.shape, spec.name, 0) for spec in plain],
+            buffers=[BufferSpec(spec.name, prod(spec.shape), spec.dtype) for spec in plain],
         )
+        return with_grouped(layout, grouped, coords, model) if grouped else layout
     except ValueError as error:
         raise ConvertError(f"{path}: {error}") from error

@@ -40,7 +40,7 @@ class Converted:
 
     `left_out` names what lies in the source's files and is no weight of the model, `mtp_left_out` weights of layers of
     multi-token prediction, for which the target's form has no place, `mtp_absent` those that config.json declares and
-    the source does not have.
+    the source does not have. `grouped` as in `Holding`.
     """
 
     form: Form
@@ -50,6 +50,7 @@ class Converted:
     left_out: tuple[str, ...]
     mtp_left_out: tuple[str, ...]
     mtp_absent: tuple[str, ...]
+    grouped: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def convert(
         landing.close()
     num_bytes = sum(job.num_bytes for job in jobs)
     absent = tuple(sorted(declared.tensors().keys() - order.keys() - set(mtp_left_out)))
-    return Converted(new.holding.form, len(order), num_bytes, compared, holding.left_out, mtp_left_out, absent)
+    left_out = holding.left_out, mtp_left_out, absent
+    return Converted(new.holding.form, len(order), num_bytes, compared, *left_out, holding.grouped)
 
 
 def verify(one: Path, other: Path, options: Options, on_bytes: OnBytes) -> Verified:

@@ -1,7 +1,8 @@
 """Megatron's distributed checkpoint (`torch_dist`): a tensor for each key, cut into boxes that lie in `.distcp` files.
 
 A key is a parameter as it would be without tensor parallelism, so the boxes need no layout. Keys come in two ways:
-with the layer and the expert in the name (`singleton_local_shards`), which is what we write, or as leading dims.
+with the layer and the expert in the name (`singleton_local_shards`), which is what we write, or as leading dims. There
+SequentialMLP and TEGroupedMLP save a box for each expert, GroupedMLP (megatron-core <= 0.16) one for all of a rank.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,8 +38,11 @@ _GATED = ("gated", "stack_gated")
 _NO_WEIGHT = re.compile(r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state_machine|_extra_state")
 _MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
 """The fp32 master of the weight whose key stands behind it, where an optimizer's state is saved by parameters."""
-_NO_LAYER = re.compile(r"(?<=\.layers\.)(?!\d)")
-_EXPERTS = ".mlp.experts.experts."
+_LOCAL_EXPERTS, _EXPERTS = ".mlp.experts.local_experts.", ".mlp.experts.experts."
+"""In names of parameters, and in keys."""
+_NO_EXPERT = re.compile(r"(?<=\.mlp\.experts\.experts\.)(?!\d)")
+_NO_NUMBER = re.compile(rf"(?<=\.layers\.)(?!\d)|{_NO_EXPERT.pattern}")
+"""Where the number of a layer or of an expert is missing: it is a leading dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +117,17 @@ def read_torch_dist(folder: Path, model: Model, *, masters: bool = False) -> Hol
             stored = read_torch_file(files[chunk.file], chunk.start, chunk.length, where)
             if not isinstance(stored.tree, TensorRef) or stored.tree.shape != chunk.box.shape:
                 raise ConvertError(f"{where} is not the tensor that {INDEX} says; save it again")
-            rank = _place(chunk, stored.tree, model, holders)
-            extents[rank, chunk.name] = Extent(chunk.file, stored.start(stored.tree, where))
+            extent = Extent(chunk.file, stored.start(stored.tree, where))
+            for rank in _place(chunk, stored.tree, model, holders):
+                extents[rank, chunk.name] = extent
     finally:
         for file in files.values():
             file.close()
     if not extents:
         raise ConvertError(f"{folder} holds no weights; name the folder of one step of a training")
     _check_stored_once(folder, holders)
-    return Holding("torch_dist", folder, holders.layouts(), extents, tuple(left_out))
+    grouped = sum(map(_has_several_experts, chunks))
+    return Holding("torch_dist", folder, holders.layouts(), extents, tuple(left_out), grouped)
 
 
 def _index(folder: Path, masters: bool) -> tuple[list[_Chunk], list[str]]:
@@ -182,46 +189,51 @@ def _ints(numbers: Any) -> tuple[int, ...]:
     return tuple(int(number) for number in numbers)
 
 
-def _place(chunk: _Chunk, ref: TensorRef, model: Model, holders: _Holders) -> int:
-    """Adds the shards of a box; returns its holder."""
-    parameter, ahead, half = _parameter(chunk, model)
-    shape, low = chunk.shape[ahead:], chunk.box.lo[ahead:]
-    placed = _placed(parameter, shape, model)
+def _place(chunk: _Chunk, ref: TensorRef, model: Model, holders: _Holders) -> set[int]:
+    """Adds the shards of a box; returns its holders."""
+    key, half = chunk.key, {GATE: 0, UP: 1}.get(chunk.key[-2:])
     if half is not None:
-        shape = (2 * shape[0], *shape[1:])
-        low = (low[0] + half * placed.shape[0] // 2, *low[1:])
-    if shape != placed.shape:
-        raise ConvertError(f"{chunk.key} has shape {chunk.shape}; {parameter} of config.json has {placed.shape}")
-    window = Box(low, tuple(a + n for a, n in zip(low, chunk.box.shape[ahead:], strict=True)))
-    rank = holders.holder(placed, chunk.key.removesuffix(GATE).removesuffix(UP))
-    for tensor, shard in window_shards(placed, window, ref.strides[ahead:], rank=rank, buffer=chunk.name):
-        holders.tensors[rank][tensor.name] = tensor
-        holders.shards[rank].append(shard)
+        key = key[:-2]
+    ahead = len(_NO_NUMBER.findall(key))
+    if len(chunk.shape) < ahead:
+        raise ConvertError(f"{chunk.key} has shape {chunk.shape}, too few dims for layers and experts; save it again")
+    shape, window = chunk.shape[ahead:], Box(chunk.box.lo[ahead:], chunk.box.hi[ahead:])
+    ranks = set()
+    for numbers in product(*map(range, chunk.box.lo[:ahead], chunk.box.hi[:ahead])):
+        parameter = _parameter(key, numbers, model)
+        placed = _placed(parameter, shape, model)
+        rows = placed.shape[0] if half is None else placed.shape[0] // 2
+        if shape != (rows, *placed.shape[1:]):
+            raise ConvertError(f"{chunk.key} has shape {chunk.shape}; {parameter} of config.json has {placed.shape}")
+        inside = _moved(window, half * rows) if half else window
+        rank = holders.holder(placed, key)
+        base = sum((n - low) * step for n, low, step in zip(numbers, chunk.box.lo, ref.strides, strict=False))
+        found = window_shards(placed, inside, ref.strides[ahead:], rank=rank, buffer=chunk.name, base=base)
+        for tensor, shard in found:
+            holders.tensors[rank][tensor.name] = tensor
+            holders.shards[rank].append(shard)
+        ranks.add(rank)
     span = 1 + sum((n - 1) * step for n, step in zip(ref.shape, ref.strides, strict=True))
-    holders.buffers[rank].append(BufferSpec(chunk.name, span, ref.storage.dtype))
-    return rank
+    for rank in ranks:
+        holders.buffers[rank].append(BufferSpec(chunk.name, span, ref.storage.dtype))
+    return ranks
 
 
-def _parameter(chunk: _Chunk, model: Model) -> tuple[str, int, int | None]:
-    """Canonical name of a key's parameter, its number of leading dims, and 0 or 1 for the halves of gate and up."""
-    name, leading = chunk.key, list(chunk.box.lo)
-    half = {GATE: 0, UP: 1}.get(name[-2:])
-    if half is not None:
-        name = name[:-2]
-    numbers = []
-    if _NO_LAYER.search(name):
-        numbers.append(leading.pop(0))
-        name = _NO_LAYER.sub(f"{numbers[0]}.", name, count=1)
-    if _EXPERTS in name:
-        head, _, tail = name.partition(_EXPERTS)
-        if not tail[:1].isdigit():
-            numbers.append(leading.pop(0))
-            tail = f"{numbers[-1]}.{tail}"
-        name = f"{head}.mlp.experts.local_experts.{tail}"
-    name = canonical_name(name, model)
-    if chunk.box.shape[: len(numbers)] != (1,) * len(numbers):
-        raise ConvertError(f"{chunk.name} spans several layers or experts; they are saved one by one")
-    return name, len(numbers), half
+def _parameter(key: str, numbers: Sequence[int], model: Model) -> str:
+    """Canonical name of a key's parameter, for the layer and the expert that stand ahead in its box."""
+    left = iter(numbers)
+    name = _NO_NUMBER.sub(lambda _: f"{next(left)}.", key).replace(_EXPERTS, _LOCAL_EXPERTS)
+    return canonical_name(name, model)
+
+
+def _moved(window: Box, rows: int) -> Box:
+    return Box((window.lo[0] + rows, *window.lo[1:]), (window.hi[0] + rows, *window.hi[1:]))
+
+
+def _has_several_experts(chunk: _Chunk) -> bool:
+    """Whether the box is one of GroupedMLP's: its experts are the last of the leading dims."""
+    ahead = len(_NO_NUMBER.findall(chunk.key))
+    return _NO_EXPERT.search(chunk.key) is not None and chunk.box.shape[ahead - 1] > 1
 
 
 def _placed(parameter: str, shape: tuple[int, ...], model: Model) -> Placed:
@@ -258,7 +270,7 @@ def parts_of(parameter: str, placed: Placed, rule: str, model: Model) -> Iterato
 
 
 def _spellings(parameter: str) -> list[str]:
-    key = parameter.replace(".mlp.experts.local_experts.", _EXPERTS)
+    key = parameter.replace(_LOCAL_EXPERTS, _EXPERTS)
     for norm, fused in (
         (".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"),
         (".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"),

@@ -36,7 +36,8 @@ class Holding:
     """Weights in files: one layout for each rank (or other holder) of the form, and the place of every buffer.
 
     `extents` is keyed by (rank, buffer); a buffer that is written in fp8 has its scales beside it, under `scale_name`.
-    `left_out` names what lies in the files and is no weight of the model.
+    `left_out` names what lies in the files and is no weight of the model. `grouped` of the stored tensors have all
+    experts of a rank each: Megatron's GroupedMLP saved them.
     """
 
     form: Form
@@ -44,6 +45,7 @@ class Holding:
     layouts: tuple[RankLayout, ...]
     extents: Mapping[tuple[int, str], Extent] = field(repr=False)
     left_out: tuple[str, ...] = ()
+    grouped: int = 0
 
     def where(self, rank: int, buffer: str) -> str:
         """How messages name a buffer: its file, its own name, its rank."""
