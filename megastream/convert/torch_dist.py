@@ -260,7 +260,7 @@ def parts_of(parameter: str, placed: Placed, rule: str, model: Model) -> Iterato
     Where megatron's specs (local, Transformer Engine) name a parameter differently, it is written under both names.
     """
     whole = Box.full(placed.shape)
-    for name in _spellings(megatron_name(parameter, model)):
+    for name in _keys(parameter, model):
         if rule not in _GATED:
             yield name, whole
             continue
@@ -269,12 +269,7 @@ def parts_of(parameter: str, placed: Placed, rule: str, model: Model) -> Iterato
         yield name + UP, Box((rows, *whole.lo[1:]), whole.hi)
 
 
-def _spellings(parameter: str) -> list[str]:
-    key = parameter.replace(_LOCAL_EXPERTS, _EXPERTS)
-    for norm, fused in (
-        (".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"),
-        (".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"),
-    ):
-        if key.endswith(norm):
-            return [key, key.removesuffix(norm) + fused]
-    return [key]
+def _keys(parameter: str, model: Model) -> list[str]:
+    """A parameter's name in each of megatron's specs, as a key. Experts have one key in all of them."""
+    names = (parameter,) if _LOCAL_EXPERTS in parameter else model.family.trainer_spellings(parameter)
+    return [megatron_name(name, model).replace(_LOCAL_EXPERTS, _EXPERTS) for name in names]

@@ -117,6 +117,11 @@ class Family:
         """Meaning of a canonical Megatron name. ValueError names a parameter without a rule."""
         return self._entry("trainer", name, shape, None)
 
+    def trainer_spellings(self, name: str) -> tuple[str, ...]:
+        """A parameter's canonical name in each of Megatron's specs; see `Row`. ValueError as of `trainer_entry`."""
+        match = self._match(self._trainer_index, name, "trainer parameter")
+        return tuple(spelling.format(layer=match.layer, expert=match.expert) for spelling in match.row.trainer)
+
     def engine_entry(self, name: str, shape: ModelShape, expert: int | None = None) -> Entry:
         """Meaning of a live engine name; for stacked experts, of the slot that holds global expert `expert`."""
         return self._entry("engine", name, shape, expert)

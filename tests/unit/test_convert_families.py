@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed import checkpoint as dcp
 
 from megastream.convert.forms import Options
 from megastream.convert.run import convert
 from megastream.convert.types import ConvertError
 from megastream.families import FAMILIES, load_shape
 from tests.helpers.convert_models import converted, difference, tensors_of, write_family
+from tests.unit.test_convert_masters import stored
 
 FEW = ("deepseek_v3",)
 """With the default tests; the two Qwens stand in other tests."""
@@ -52,6 +54,30 @@ def test_layers_for_speculative_decoding_are_left_out_by_name(tmp_path: Path) ->
             assert (tmp_path / "one" / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
     with pytest.raises(ConvertError, match="mtq.fc.weight is no tensor of this qwen3_next"):
         converted(source, tmp_path / "other")
+
+
+LATENT_NORMS = {f"{latent}_layernorm.weight": f"linear_{latent}_up_proj.layer_norm_weight" for latent in ("q", "kv")}
+"""Of megatron's local spec, and of Transformer Engine's."""
+
+
+def test_latents_norms_have_a_name_in_each_spec(tmp_path: Path) -> None:
+    """Written as keys under both, and read under Transformer Engine's alone, in keys and in files of ranks."""
+    source = write_family(tmp_path / "hf", "deepseek_v3")
+    keys = stored(converted(source, tmp_path / "dist", "torch_dist"))
+    for local, fused in LATENT_NORMS.items():
+        names = [name for name in keys if name.endswith(f".self_attention.{local}")]
+        assert len(names) == 3
+        assert all(keys.pop(name).equal(keys[name.replace(local, fused)]) for name in names)
+    dcp.save(keys, checkpoint_id=tmp_path / "keys", no_dist=True)
+    ranks = converted(source, tmp_path / "ranks", "mp_rank", to_layout="tp1")
+    file = ranks / "mp_rank_00" / "model_optim_rng.pt"
+    held = torch.load(file, weights_only=False)
+    for local, fused in LATENT_NORMS.items():
+        held["model"] = {name.replace(local, fused): tensor for name, tensor in held["model"].items()}
+    torch.save(held, file)
+    for folder in (tmp_path / "keys", ranks):
+        back = converted(folder, tmp_path / f"from-{folder.name}", config=source)
+        assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 def test_what_a_side_keeps_in_fp32_is_fp32_there(tmp_path: Path) -> None:
