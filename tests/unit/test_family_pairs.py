@@ -194,13 +194,13 @@ def test_the_other_way_round(family: str) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_five_hundred_pairs_the_other_way_round(family: str) -> None:
+def test_two_hundred_pairs_the_other_way_round(family: str) -> None:
     draw, done = random.Random(f"{family} back"), set()
-    for number, pair in enumerate(drawn(family)):
+    for number, pair in enumerate(drawn(family)[:200]):
         model = tiny(family, draw.random() < 0.5, number % 5 == 0)
         check_back(model, pair, draw.random() < 0.5)
         done.add(pair)
-    assert len(done) >= 500
+    assert len(done) == 200
 
 
 @pytest.mark.full
