@@ -25,6 +25,7 @@ SPREAD_S = 0.0004
 
 def close_often(pipe: Any) -> None:
     """The sender's process: connects to every address and closes at once; says how long that took."""
+    pipe.send("ready")
     while (address := pipe.recv()) is not None:
         lane = connect(address, 20)
         pipe.send("up")
@@ -48,6 +49,7 @@ def test_both_ends_close_at_once(closings: int) -> None:
     sender.start()
     receiver = GlooReceiver("127.0.0.1")
     try:
+        assert ours.poll(200) and ours.recv() == "ready", "its imports are not a lane's time"
         for number in range(closings):
             address = receiver.address(0)
             ours.send(address)
