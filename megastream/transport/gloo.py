@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from megastream.protocol.lane import LaneAddress, LaneError, LaneTimeout
@@ -155,26 +155,23 @@ def name_of(address: LaneAddress) -> str:
 def meet(address: LaneAddress, deadline_s: float) -> GlooPair:
     """The sender's end of the group behind an address; blocks until the receiver accepts. LaneError, LaneTimeout."""
     name, until = name_of(address), time.monotonic() + deadline_s
-    met = None
-    try:
-        met = wire.dial(address.host, address.port, _token(address), until)
-        await_welcome(met, until)
-    except PairTimeout as error:
-        _close(met)
-        raise LaneTimeout(f"{name}: not accepted within {deadline_s:.1f} s") from error
-    except PairBroken as error:
-        _close(met)
-        raise LaneError(
-            f"{name}: no such lane there ({error}): another run's address, withdrawn, in use, or its engine is gone"
-        ) from error
-    try:
-        return GlooPair(Meeting(met, until), SENDER, met.local_host, _left_s(until))
-    except PairTimeout as error:
-        raise LaneTimeout(f"{name}: the engine's end did not go on within {deadline_s:.1f} s") from error
-    except PairBroken as error:
-        raise LaneError(f"{name}: cannot connect: {error}") from error
-    finally:
-        met.close()
+    with ExitStack() as stack:
+        try:
+            met = wire.dial(address.host, address.port, _token(address), until)
+            stack.callback(met.close)
+            await_welcome(met, until)
+        except PairTimeout as error:
+            raise LaneTimeout(f"{name}: not accepted within {deadline_s:.1f} s") from error
+        except PairBroken as error:
+            raise LaneError(
+                f"{name}: no such lane there ({error}): another run's address, withdrawn, in use, or its engine is gone"
+            ) from error
+        try:
+            return GlooPair(Meeting(met, until), SENDER, met.local_host, _left_s(until))
+        except PairTimeout as error:
+            raise LaneTimeout(f"{name}: the engine's end did not go on within {deadline_s:.1f} s") from error
+        except PairBroken as error:
+            raise LaneError(f"{name}: cannot connect: {error}") from error
 
 
 def _new_token() -> str:
@@ -188,8 +185,3 @@ def _token(address: LaneAddress) -> bytes:
 
 def _left_s(until: float) -> float:
     return max(until - time.monotonic(), 0.1)
-
-
-def _close(met: wire.Wire | None) -> None:
-    if met is not None:
-        met.close()
