@@ -101,7 +101,8 @@ def test_a_node_that_loses_a_rank_ends_the_run_and_the_next_start_goes_on(tmp_pa
 
 
 @pytest.mark.full
-def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+def test_ranks_end_with_their_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed launcher leaves its folder
     write_files(tmp_path)
     (launcher,) = nodes(tmp_path, 1, run__steps=400)
     try:

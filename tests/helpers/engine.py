@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from megastream.rl.children import before_program
+from megastream.rl.owned import mapped
 from tests.helpers.segments import below, remove, segments_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -255,10 +256,14 @@ class Server:
         remove(left)
 
     def kill(self) -> None:
-        """SIGKILL for the server, its engine core and its workers, all at once."""
-        for pid in below(self._process.pid):
+        """SIGKILL for the server, its engine core and its workers, all at once, and for Python's trackers of their
+        segments."""
+        pids = below(self._process.pid)
+        left = {name for pid in pids for name in mapped(pid)}
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
         self._process.wait(10)
+        remove(left)
 
     def log(self) -> str:
         """What the server has printed."""
